@@ -1,8 +1,8 @@
-"""Loading compiled kernels onto a device and launching them: the only place that does.
+"""Loading compiled kernels onto a device and launching them; no other module of the set does.
 
-:func:`load` gives a :class:`Kernel`, once per device and specialisation; ``launch`` puts
-it on torch's current stream of that device, by what ``_driver.Function`` has prepared
-(cuda-core's ``launch`` does the same with more checks).
+:func:`load` returns a :class:`Kernel`, once per device and specialisation. Its ``launch`` puts it
+on torch's current stream of that device through ``_driver.Function`` (cuda-core's ``launch`` does
+the same with more checks).
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def limits(device: int) -> Limits:
     return Limits(*(_device_attribute(attribute, device) for attribute in _LIMITS))
 
 
-# The driver's device attributes in the order of Limits: the compute capability's two numbers, the
-# count of multiprocessors, the most shared memory of a block and of a multiprocessor.
+# The driver's device attributes in the order of Limits: major and minor compute capability, the
+# number of multiprocessors, the maximum shared memory of a block and of a multiprocessor.
 _LIMITS: Final = (75, 76, 16, 97, 81)
 _RUNS_COOPERATIVE: Final = 95  # a device attribute, too
 _MAX_DYNAMIC_SHARED_BYTES: Final = 8
 _SHARED_CARVEOUT: Final = 9
-_LARGE_CLUSTERS: Final = 14  # of more blocks than every device of the architecture can run
+_LARGE_CLUSTERS: Final = 14  # allows sizes that not every device of an architecture supports
 _CAPTURE_MODE_RELAXED: Final = 2
 
 
@@ -126,7 +126,7 @@ class Kernel(Function):
             raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
 
     def _noted(self, values: tuple[Any, ...]) -> Iterator[Any]:
-        """What a watch notes of them."""
+        """The launch's values as ``_repeats.note`` takes them, pointers marked as addresses."""
         for kind, value in zip(self._geometry.arguments, values, strict=False):
             yield _repeats.Address(value) if kind == "P" else value
 
@@ -147,7 +147,7 @@ class Kernel(Function):
         return self._geometry.cluster
 
     def resident_groups(self) -> int:
-        """How many groups (blocks, clusters or others) the device can run at once."""
+        """How many groups (blocks, clusters or cooperating blocks) are resident at once."""
         geometry = self._geometry
         count = ctypes.c_int()
         with torch.cuda.device(self.device):
@@ -174,10 +174,10 @@ class Kernel(Function):
 
 
 class ExchangingKernel(Kernel):
-    """A kernel whose blocks are no cluster, but wait for slots that others leave in memory.
+    """A kernel whose blocks form no cluster, but exchange values through slots in memory.
 
     Its last two parameters are the first epoch and the slots (``backends/_exchange.py``). In their
-    place ``launch`` takes how many epochs a block takes, at most.
+    place ``launch`` takes how many epochs a block posts, at most.
     """
 
     __slots__ = ("_slots",)
@@ -206,10 +206,10 @@ class ExchangingKernel(Kernel):
 
 
 def _load_function(code: bytes, name: str) -> ctypes.c_void_p:
-    """The kernel's function in the current context; loaded for good."""
+    """The kernel's function in the current context; it is never unloaded."""
     library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    # A first call may come while a stream is being captured, when loading counts as
-    # unsafe unless this thread says that it is not part of the capture.
+    # A first call may come during stream capture, when loading is an unsafe call unless this
+    # thread's capture mode is relaxed.
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:
@@ -227,7 +227,7 @@ _loading = ForkSafeLock()
 
 
 def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Kernel:
-    """The kernel on that device; compiled and loaded by the first who asks."""
+    """The kernel on that device; compiled and loaded by the first call."""
     key = (device, specialisation, geometry)
     kernel = _kernels.get(key)
     if kernel is None:

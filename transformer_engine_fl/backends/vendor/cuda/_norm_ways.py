@@ -1,7 +1,7 @@
-"""How rows of norms are spread, and which kernel has them, where measuring decided and no rule.
+"""Measured choices for norms: how rows are spread over threads, and which kernel takes them.
 
-All of it is looked up by how wide rows are, and whether something is subtracted or added. The rules
-for other rows are ``normalization``'s.
+They are looked up by the width of the rows and by whether a mean is subtracted or a tensor added.
+``normalization`` has the rules for other rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = [
 class Waiting(NamedTuple):
     """Rows of half precision that wait for their sums in the shared memory of small blocks.
 
-    Several of them, or of clusters, are on a multiprocessor, each with a row of its own: while
-    one writes, the others load. Gamma and beta are in caches, but where there is room for both.
+    Several blocks, or clusters, are on a multiprocessor, each with a row of its own: while one
+    stores, the others load. Gamma and beta are read from caches, unless shared memory has room.
 
     Attributes:
         centred: whether there is a mean to subtract.
-        columns: how wide the rows are.
+        columns: widths of the rows.
         team: threads of a block that share a row, and blocks that do.
         vecs: vectors that a thread holds, at most.
-        blocks: of a multiprocessor.
+        blocks: blocks on a multiprocessor.
     """
 
     centred: bool
@@ -46,8 +46,8 @@ class Waiting(NamedTuple):
     blocks: int
 
 
-# Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
-# 262,144 columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 since (docs/measured/cuda.md).
+# Without a residual and without a cast. Measured with bfloat16 and 25 widths from 5,120 to 262,144
+# columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 more since (docs/measured/cuda.md).
 WAITING: Final = (
     Waiting(False, range(3585, 4097), (256, 1), 2, 3),
     Waiting(False, range(7169, 8193), (512, 1), 2, 4),
@@ -79,14 +79,14 @@ class InRegisters(NamedTuple):
 
     Attributes:
         centred: whether there is a mean to subtract.
-        added: whether something is added to the gradient.
-        columns: how wide the rows are.
+        added: whether a gradient is added to the input's gradient.
+        columns: widths of the rows.
         lanes: threads of a block, which share a row.
-        blocks: of a multiprocessor.
-        batch: rows that a block takes at a time.
-        stages: batches under way, at most.
-        kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
-            of the parameters' gradients.
+        blocks: blocks on a multiprocessor.
+        batch: rows that a block processes at a time.
+        stages: batches in flight, at most.
+        kernel: the kernel's name; in ``backward_pairs`` the two blocks of a cluster add up their
+            partial gradients of the parameters.
     """
 
     centred: bool
@@ -99,9 +99,9 @@ class InRegisters(NamedTuple):
     kernel: str = "backward_registers"
 
 
-# Each as measured with the widest of its rows. Other threads than whole fours of warps can take
-# longer than more of them, some of which have nothing: 7,168 columns of a root mean square take
-# 117.5 us in 448 threads and 105.0 in 512.
+# Each was measured with the widest of its rows. A number of warps that is no multiple of four can
+# be slower than more warps, some of which are idle: 7,168 columns of a root mean square take 117.5
+# us in 448 threads and 105.0 in 512.
 IN_REGISTERS: Final = (
     InRegisters(False, False, range(769, 1025), 128, 4, 2, 4),
     InRegisters(False, False, range(1025, 2049), 128, 4, 1, 2),
@@ -128,15 +128,14 @@ IN_REGISTERS: Final = (
 )
 
 
-# Of no more rows, a block has one, and none of a pair waits for the other. The gradient of a row
-# has the same bits either way.
+# With at most so many rows each block has one row, and blocks are not paired, so that none waits
+# for another. A row's gradient has the same bits either way.
 FEW_ROWS: Final = 64
 
 
-# Of backwards, by whether there is a mean, whether something is added, and whether rows begin
-# anywhere. Of pieces that are for a width the one is taken that leaves the fewest threads without
-# columns, and of several the first. As measured with 40 widths from 5,632 to 262,144 columns, and
-# with seven that begin anywhere (docs/measured/cuda.md).
+# For backwards, by (whether there is a mean, whether a gradient is added, whether rows are strewn).
+# Of the pieces for a width the first of those that leave the fewest threads idle is taken. Measured
+# with 40 widths from 5,632 to 262,144 columns, and with seven strewn ones (docs/measured/cuda.md).
 _WIDE, _WIDER, _WIDEST = range(8193, 131_073), range(131_073, 196_609), range(196_609, 262_145)
 BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], Pieces]] = {
     (False, False, False): (
@@ -153,7 +152,7 @@ BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], Pieces]] = {
     (True, False, False): (
         (_WIDE, Piece(32, 4, 10)),
         (_WIDER, Piece(32, 6, 6)),
-        # Of numbers of blocks that are no power of two the compiler stores registers.
+        # With numbers of blocks that are no power of two the compiler spills registers.
         (range(262_144, 262_145), Piece(64, 4, 5)),
         (_WIDEST, Piece(256, 3, 2)),
         (_WIDEST, Piece(64, 6, 3)),
@@ -172,11 +171,11 @@ BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], Pieces]] = {
     ),
 }
 _GAPS: Final = [range(width + 1, width + 2048) for width in range(14_336, 28_672, 2048)]
-# Of forwards, by whether there is a mean to subtract and whether a residual is added. Of pieces
-# that are for a width the first that rows fill is taken, or the last.
+# For forwards, by (whether there is a mean to subtract, whether a residual is added). Of the pieces
+# for a width the first that rows fill exactly is taken, or the last.
 FORWARD_PIECES: Final[dict[tuple[bool, bool], Pieces]] = {
     (False, False): (
-        # Those between that fill the vectors of 256 threads wait.
+        # The widths between the gaps fill the vectors of 256 threads: they are in WAITING.
         *((gap, Piece(32, 8, 12, 4)) for gap in _GAPS if gap.start > 20_480),
         (range(28673, 131073), Piece(32, 8, 12, 4)),
         (range(131073, 262145), Piece(128, 8, 3)),
@@ -199,11 +198,11 @@ class CastAs(NamedTuple):
     """Rows of half precision, without a residual, that are cast.
 
     Attributes:
-        widest: row that it is for. A row takes the first one in its list that is wide enough.
+        widest: the widest row that it is for. A row takes the first entry that is wide enough.
         lanes: threads of a block, which share a row.
-        vecs: vectors of 16 bytes that a thread has.
-        blocks: of a multiprocessor.
-        one_row: whether a block has one, and does not go from row to row.
+        vecs: vectors of 16 bytes of a thread.
+        blocks: blocks on a multiprocessor.
+        one_row: whether a block has one row, rather than looping over rows.
     """
 
     widest: int
@@ -219,11 +218,11 @@ class CastAs(NamedTuple):
 
 
 CAST_NARROWEST: Final = 1025
-"""The narrowest row of those."""
-# By whether there is a mean and whether blocks have scales, as measured with the widest of each and
-# others (docs/measured/cuda.md). It is faster where a row fills all vectors of a power of two of
-# threads: nothing is compared with the columns then, and what a layer norm's threads have are equal
-# parts of it.
+"""The narrowest row that :data:`CAST_AS` is for."""
+# By (whether there is a mean, whether blocks have scales), as measured with the widest row of each
+# entry and others (docs/measured/cuda.md). It is faster if a row fills all vectors of a power of
+# two of threads: no column is compared with the row's end then, and a layer norm's threads have
+# parts of equal size.
 _STREAM, _ROW = False, True
 CAST_AS: Final[dict[tuple[bool, bool], tuple[CastAs, ...]]] = {
     (False, False): (

@@ -1,6 +1,6 @@
-"""The second stage of a sum over rows: adding up what groups of rows gave (``sums.cu``).
+"""The second stage of a sum over rows: adds up the partial sums of groups of rows (``sums.cu``).
 
-No atomics and a fixed order, so that the same bits come each time.
+Without atomics and in a fixed order, so the same call gives the same bits each time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Shape(NamedTuple):
 
     Attributes:
         vec: columns of a thread.
-        threads: of a block.
-        warps: that share out the groups of the same columns.
+        threads: threads of a block.
+        warps: warps among which the groups of the same columns are divided.
     """
 
     vec: int
@@ -37,16 +37,16 @@ class _Shape(NamedTuple):
 
 
 FEW: Final = 64
-"""So many groups, or fewer, leave most warps of a large block nothing to load but what others do:
-with 64 of them a backward of 4,096 columns took 9.9 microseconds, and 8.1 in small blocks; with
-128 as long.
+"""With so many groups, or fewer, most warps of a large block would only repeat the loads of others:
+with 64 groups a backward of 4,096 columns took 9.9 microseconds, and 8.1 in small blocks; with 128
+both took as long.
 """
 
 
 def _shape(columns: int, sums: torch.dtype, results: int, few: bool) -> _Shape:
-    """Few columns leave few blocks, so those are large; many columns take wider loads. Of 8,192
-    the sums of two parameters are enough of them. Of 65,536 there are threads enough if each
-    adds up all groups by itself. ``few``: whether there are no more groups than FEW.
+    """Few columns make few blocks, so these are large; many columns take wider loads. 8,192 columns
+    are many if there are sums for two parameters. From 65,536 columns on there are enough threads
+    if each adds up all groups by itself. ``few``: whether there are no more groups than FEW.
     """
     if columns % 4 == 0 and columns >= 65536 and SIZES[sums] == 4:
         return _Shape(4, 128, 1)
@@ -64,8 +64,9 @@ def sum_source(
     results: int = 1,
     few: bool = False,
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that adds up partial sums of ``sums`` and gives them as ``result``; ``few``:
-    no more than FEW.
+    """The kernel that adds up partial sums of dtype ``sums`` to results of dtype ``result``.
+
+    ``few``: whether there are no more groups than FEW.
     """
     vec, threads, warps = _shape(columns, sums, results, few)
     defines: dict[str, str | int] = {
@@ -82,8 +83,8 @@ def sum_source(
 class SumOfGroups:
     """The kernel on a device.
 
-    It is launched as a dependent of the kernel before it on the stream, whose last act is
-    to write the partial sums.
+    Where the device has them it is a dependent launch: it starts early, and waits for the kernel
+    before it on the stream, which writes the partial sums.
     """
 
     __slots__ = ("_columns", "_kernels")
@@ -97,7 +98,7 @@ class SumOfGroups:
         results: int = 1,
     ) -> None:
         limits = _launch.limits(device)
-        # Each with the blocks of its grid: of many groups, then of few.
+        # Kernels for many groups and for few, each with the blocks of its grid.
         self._kernels = [
             (
                 _launch.load(*sum_source(columns, sums, result, limits, results, few), device),
@@ -113,7 +114,7 @@ class SumOfGroups:
         Args:
             partial: pointer to ``[1 or 2, groups, columns]``.
             first, second: pointers of the results; 0 if there is no second one.
-            groups: how many partial sums there are of each.
+            groups: the number of partial sums of each result.
         """
         kernel, blocks = self._kernels[groups <= FEW]
         results = 2 if second else 1

@@ -1,8 +1,7 @@
 """How the columns of a row are spread over threads, for the families that work by rows.
 
-Which threads hold which columns follows from the columns and the dtypes alone, so a row's
-result does not depend on how many rows there are, nor on where they lie. The kernels' side
-of it is ``include/rows.cuh``.
+Which threads hold which columns follows from the columns and the dtypes alone, so a row's result
+does not depend on the number of rows or their addresses. ``include/rows.cuh`` is the kernels' side.
 """
 
 from __future__ import annotations
@@ -43,36 +42,34 @@ __all__ = [
 ]
 
 STREWN: Final = 8
-"""Elements of a vector of rows that begin anywhere, of half precision, if they are strewn."""
+"""Elements of a strewn vector, of rows of half precision that may begin at any address."""
 
 STREWN_FOURS: Final = 8193
-"""Columns from which they are also where the row lies in vectors of four, if nothing else is known:
-narrower ones were faster by those."""
+"""Columns from which rows that divide into vectors of four are strewn too, by default: narrower
+rows were faster in vectors of four."""
 
 SHARED_PER_BLOCK: Final = 1024
-"""Bytes of shared memory that the system takes for each block."""
+"""Bytes of shared memory that the system reserves for each block."""
 
 COUNTER_BYTES: Final = 16
-"""Shared memory of a block that counts what other blocks send it
-(``include/cluster_exchange.cuh``).
-"""
+"""Bytes of a block's mbarriers, which count what other blocks send (``cluster_exchange.cuh``)."""
 
 LARGEST_CLUSTERS: Final = (16, 8)
-"""Blocks of the largest cluster: of most devices, and of every one that has clusters."""
+"""Blocks of the largest cluster: that most devices support, and that all with clusters do."""
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""
 
 WARPS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(32, 513, 32))
-"""Blocks of whole warps, of up to 512 threads."""
+"""Single blocks of whole warps, of up to 512 threads."""
 
 CLUSTERS: Final[tuple[Team, ...]] = ((256, 2), (256, 4), (256, 8), (256, 16), (512, 8))
-"""Clusters of such blocks, for wider rows that begin anywhere; the last is for the widest where
-there can be none of 16 blocks."""
+"""Clusters for wider strewn rows; the last is for the widest where clusters of 16 blocks are not
+supported."""
 
 WAYS: Final = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
-"""The most blocks of a cluster, and whether blocks that are none may exchange sums through
-memory: what a plan tries, one after the other.
+"""(blocks of a cluster at most, whether blocks may exchange sums through memory instead): what a
+plan tries, in this order.
 """
 
 
@@ -87,8 +84,8 @@ class Tile:
         rows: rows that a block works on at once.
         cluster: blocks that share a row.
         blocks: blocks that should fit on a multiprocessor; bounds the registers.
-        strewn: whether the elements of a vector are 32 columns apart, so that those of a warp
-            are neighbours.
+        strewn: whether the elements of a vector are 32 columns apart, so that the lanes of a
+            warp hold neighbours.
     """
 
     vec: int
@@ -131,28 +128,28 @@ class Tile:
 
     @property
     def room(self) -> int:
-        """Columns for which the row's threads have vectors."""
+        """Columns that the vectors of the row's threads hold."""
         return self.held * self.lanes * self.cluster
 
     def kept(self, *sizes: int) -> int:
-        """Bytes of shared memory for what a block has of a row of several tensors.
+        """Bytes of shared memory for a block's part of a row of several tensors.
 
         Args:
-            sizes: bytes of an element of each.
+            sizes: bytes of an element of each tensor.
         """
         beside = 16 * (self.threads // 32) * self.vecs if self.strewn else 0
         return sum(self.threads * self.held * size + beside for size in sizes)
 
 
 def is_strewn(columns: int, *sizes: int, fours: int = STREWN_FOURS) -> bool:
-    """Whether the elements of a vector are strewn, of rows of so many columns.
+    """Whether rows of so many columns are strewn: see :class:`Tile`.
 
     They are not where whole warps would leave more than a third of their vectors empty.
 
     Args:
-        columns: of a row.
+        columns: columns of a row.
         sizes: bytes of an element of each tensor.
-        fours: columns from which rows in vectors of four are among them.
+        fours: columns from which rows that divide into vectors of four are strewn.
     """
     if set(sizes) != {2} or columns % STREWN == 0 or (columns % 4 == 0 and columns < fours):
         return False
@@ -164,7 +161,7 @@ def warp_tile(vectors: int, vec: int, most: int) -> Tile | None:
     """Rows within a warp: as many lanes as the row has vectors, several rows per block.
 
     Args:
-        vectors: of the row.
+        vectors: vectors of the row.
         vec: elements of each.
         most: vectors that a thread may hold.
     """
@@ -176,7 +173,7 @@ def warp_tile(vectors: int, vec: int, most: int) -> Tile | None:
 
 
 def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Tile | None:
-    """Rows over several warps: the first team that holds the row serves."""
+    """Rows over several warps: the tile of the first team that holds the row."""
     for lanes, cluster in teams:
         if vectors <= lanes * cluster * most:
             return Tile(vec, -(-vectors // (lanes * cluster)), lanes, 1, cluster)
@@ -184,8 +181,8 @@ def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Til
 
 
 def _strewn_cost(tile: Tile) -> float:
-    """What a tile costs a row that begins anywhere: threads without columns, and few vectors of
-    each, as measured with forward norms of 14 widths (docs/measured/cuda.md).
+    """The cost of a tile for strewn rows: idle threads and few vectors per thread, as measured with
+    forward norms of 14 widths (docs/measured/cuda.md).
     """
     return float(tile.room**0.7 * (1 + 0.5 / tile.vecs))
 
@@ -193,13 +190,13 @@ def _strewn_cost(tile: Tile) -> float:
 def strewn_tile(
     columns: int, most: int, teams: Iterable[Team], cost: Callable[[Tile], float] = _strewn_cost
 ) -> Tile | None:
-    """Rows that begin anywhere, over whole warps: of the teams that hold the row the cheapest.
+    """Strewn rows, over whole warps: the cheapest tile of the teams that hold the row.
 
     Args:
-        columns: of a row.
+        columns: columns of a row.
         most: vectors that a thread may hold.
-        teams: those that are asked; of single warps a block has several.
-        cost: by which they are compared.
+        teams: the teams to compare; a block has several teams of a single warp.
+        cost: the cost by which tiles are compared.
     """
     vectors = -(-columns // STREWN)
     found = (team_tile(vectors, STREWN, most, (team,)) for team in teams)
@@ -211,16 +208,16 @@ def strewn_tile(
 
 
 def with_blocks(tile: Tile, threads: int) -> Tile:
-    """The tile with as many blocks as make that many threads on a multiprocessor."""
+    """The tile with so many blocks on a multiprocessor that they have ``threads`` threads."""
     return replace(tile, blocks=max(1, threads // tile.threads))
 
 
 def exchange_bytes(tile: Tile, values: int, size: int) -> int:
-    """Shared memory of a block in which the warps of a row exchange what they have summed up.
+    """Bytes of a block's shared memory through which a row's warps exchange sums.
 
     Args:
         tile: how the row is spread.
-        values: how many numbers that are.
+        values: numbers that are exchanged together.
         size: bytes of an element of the input.
     """
     warps = max(1, tile.lanes // 32) * tile.cluster
@@ -228,12 +225,12 @@ def exchange_bytes(tile: Tile, values: int, size: int) -> int:
 
 
 class UnderWay(NamedTuple):
-    """How a kernel that goes from row to row works on several at a time.
+    """How a kernel that loops over rows pipelines them.
 
     Attributes:
-        stages: rows under way in shared memory; 0 if not even one fits.
-        st_async: whether the blocks of a cluster exchange sums without a barrier, which
-            would wait for the row that is being written.
+        stages: rows in flight in shared memory; 0 if not even one fits.
+        st_async: whether the blocks of a cluster exchange sums by st.async, without a barrier,
+            which would wait for the row that is being written.
     """
 
     stages: int
@@ -248,15 +245,15 @@ def under_way(
     most: int,
     st_async: bool,
 ) -> UnderWay:
-    """How many rows may be under way; what their exchange costs must not make them fewer.
+    """How many rows may be in flight; the mbarriers of an exchange must not reduce their number.
 
     Args:
         tile: how the row is spread.
-        stage_bytes: a block's share of a row.
-        kept_bytes: what else the block keeps in shared memory.
+        stage_bytes: bytes of a block's part of a row.
+        kept_bytes: other bytes that the block keeps in shared memory.
         device: where it runs.
-        most: rows that gain something.
-        st_async: whether an exchange without a barrier gains something.
+        most: rows in flight beyond which more gain nothing.
+        st_async: whether an exchange without a barrier is faster.
     """
     shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
 
@@ -272,15 +269,15 @@ def under_way(
 
 
 class Piece(NamedTuple):
-    """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
+    """A block's piece of a row of half precision whose blocks form no cluster, but exchange sums
     through global memory (``include/memory_exchange.cuh``).
 
     Attributes:
         lanes: threads of a block.
         vecs: vectors that a thread holds.
-        blocks: of a multiprocessor.
-        stages: rows under way; where there is no room for them, rows are those of clusters.
-        holds: whether gamma and beta are in registers, and not in shared memory.
+        blocks: blocks on a multiprocessor.
+        stages: rows in flight; if they do not fit, rows are given to clusters.
+        holds: whether gamma and beta are in registers, not in shared memory.
     """
 
     lanes: int
@@ -290,18 +287,18 @@ class Piece(NamedTuple):
     holds: bool = True
 
     def tile(self, columns: int) -> Tile:
-        """How a row is spread: over as many blocks as hold it."""
+        """How a row is spread, over as many blocks as it needs."""
         share = self.vecs * self.lanes * 8
         strewn = is_strewn(columns, 2)
         return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
 
 
 Pieces = tuple[tuple[range, Piece], ...]
-"""How wide rows are that a piece is for."""
+"""(widths of rows, the piece for them)."""
 
 
 def pieces_for(pieces: Pieces, columns: int) -> list[tuple[Tile, Piece]]:
-    """Those that are for rows of so many columns, with how each spreads them."""
+    """The pieces for rows of so many columns, each with its tile."""
     return [(piece.tile(columns), piece) for widths, piece in pieces if columns in widths]
 
 
@@ -313,16 +310,16 @@ def room_for_pieces(
     stages: int,
     kept: int = 0,
 ) -> int | None:
-    """Bytes of the rows that are under way in a block of a row whose blocks exchange sums through
-    memory, and of what is kept beside them; None where there is no room.
+    """Bytes of dynamic shared memory of a block, where blocks exchange sums through memory: for the
+    rows in flight and ``kept``. None if they do not fit.
 
     Args:
         tile: how the row is spread.
-        sizes: bytes of an element of each tensor of which rows are under way.
-        sums: how many there are of a row.
+        sizes: bytes of an element of each tensor of which rows are in flight.
+        sums: sums of a row.
         device: where it runs.
-        stages: rows under way.
-        kept: bytes that are.
+        stages: rows in flight.
+        kept: bytes kept beside them.
     """
     if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
@@ -333,14 +330,14 @@ def room_for_pieces(
 
 
 def groups_of(teams: int, resident: int) -> int:
-    """How many groups of blocks share so many rows, or sets of them, of which as many as are
-    resident run at once: no more than finish together.
+    """How many groups of blocks to launch for so many rows, or sets of rows, if ``resident`` groups
+    run at once: as few as finish in the same number of iterations.
     """
     return -(-teams // -(-teams // resident))
 
 
 def runs_clusters(source: Specialisation, geometry: _launch.Geometry, device: int) -> bool:
-    """Whether a device has room for a kernel's groups of blocks, if they are no usual clusters."""
+    """Whether a device can run a kernel's groups of blocks; usual clusters always can."""
     if geometry.cluster <= LARGEST_CLUSTERS[-1] and geometry.together == 1:
         return True
     try:
@@ -350,7 +347,7 @@ def runs_clusters(source: Specialisation, geometry: _launch.Geometry, device: in
 
 
 def require_clusters(kernel: _launch.Kernel, columns: int) -> int:
-    """How many groups of blocks run at once; at least one, or the set declines."""
+    """How many groups of blocks run at once; declines if not even one does."""
     groups = kernel.resident_groups()
     if groups < 1:
         raise NotSupportedError(

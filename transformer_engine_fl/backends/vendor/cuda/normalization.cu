@@ -1,55 +1,53 @@
 // Root mean square and layer normalization, forward and backward.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the types and numbers below, as
-// normalization.py chooses them.
+// Compiled at run time, one kernel and one specialisation at a time: the host (normalization.py)
+// defines KERNEL_<name> and those of the macros below that the kernel needs.
 //
 //   TX, TY, TW, TB, TDY  storage types of input, output, gamma, beta, output gradient
-//   TADD                 storage type of what is added to the input's gradient
+//   TADD                 storage type of the gradient that is added to the input's gradient
 //   CENTRED              1 for layer normalization, 0 for root mean square
 //   ZERO_CENTRED         1 if gamma is stored as gamma - 1
 //   BIASED               1 if there is a beta (forward)
-//   ADDED                1 if a residual is added before (forward), a gradient behind (backward)
+//   ADDED                1 if a residual is added before (forward), a gradient after (backward)
 //   CAST                 of a forward: 0 to write values, 1 codes, 2 neither (statistics alone)
-//   AMAX                 1 to leave the amax of each row, or of a group's rows, too (with CAST)
+//   AMAX                 1 to write the amax of each row, or of a group's rows, too (with CAST)
 //   KIND, WIDTH, SCALES, POW2   how codes are scaled: see casting.cu
 //   VEC                  elements per vector; divides the number of columns
 //   ACCESS               elements that the addresses allow in one access, up to VEC
 //   VECS                 vectors of a row that belong to one thread
-//   LANES                threads of a block that share a row (a power of two; of blocks alone, or
-//                        that exchange through memory, whole warps)
+//   LANES                threads of a block that share a row: a power of two, or whole warps where
+//                        one block has a row or blocks exchange through memory
 //   ROWS                 rows that a block works on at once; 1 if LANES is above 32
 //   CLUSTER              blocks that share a row: a cluster, unless they exchange through memory
-//   FULL                 1 if the row fills all of those vectors, and nothing is compared with
-//                        its columns
-//   STREWN               1 if neighbouring lanes have neighbouring columns, as of rows that begin
-//                        anywhere: see rows.cuh (forward without CAST, backward)
+//   FULL                 1 if the row fills all vectors, so that no column is compared with the
+//                        row's end
+//   STREWN               1 if neighbouring lanes have neighbouring columns, for rows of any
+//                        alignment: see rows.cuh (forward without CAST, backward)
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   SPAN                 neighbouring columns that a thread casts: VEC, or two vectors (forward with
 //                        AHEAD, forward_stream)
-//   STAGES               rows, or batches, under way from global to shared memory (backward,
+//   STAGES               rows, or batches, in flight from global to shared memory (backward,
 //                        backward_registers, backward_pairs, forward_stream, forward_pieces)
-//   EXCHANGE             1 to exchange sums without a barrier of the cluster (backward,
-//                        forward_stream), 2 to do so through global memory, without a cluster
-//                        (backward)
-//   BATCH                rows that a block takes at a time (backward_registers)
-//   LATE_ADD             1 to read what is added to registers when it is needed (backward)
-//   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
+//   EXCHANGE             0 to exchange sums behind a cluster barrier, 1 without one (backward,
+//                        forward_stream), 2 through global memory, without a cluster (backward)
+//   BATCH                rows that a block processes at a time (backward_registers)
+//   LATE_ADD             1 to load the added gradient to registers only when needed (backward)
+//   OVERLAP              1 to sum the next row while the sums of one are exchanged (backward)
 //   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory, and beta with it
 //                        (backward, forward_pieces)
 //   SHARED_DBETA         1 to keep dbeta in shared memory, not in registers (backward)
-//   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
+//   BLOCKS               blocks that must fit on a multiprocessor (bounds the registers)
 //
-// `forward`, `forward_stream` and `backward` keep a row in shared memory, so that it is read
-// once; in `forward_pieces`, `backward_registers` and `backward_pairs` only the rows to come are
-// there. Rows that do not fit are served by `forward_wide`, and by `backward_rows` with
-// `backward_columns`, which read them again from the L2 cache. The partial gradients of gamma and
-// beta that backwards leave are added up by sums.cu.
+// All but three kernels read a row once: `forward`, `forward_stream` and `backward` keep it in
+// shared memory, `forward_pieces`, `backward_registers` and `backward_pairs` in registers, and
+// prefetch the next rows to shared memory. Rows that do not fit go to `forward_wide`, or to
+// `backward_rows` and `backward_columns`, which read them again from L2. sums.cu adds up the
+// partial gradients of gamma and beta that backwards write.
 //
-// `share` is 1 / columns: a division in the kernel would cost a call and registers.
+// `share` is 1 / columns: a division in the kernel would take a call and registers.
 //
-// A row's result depends on its values, H and the types alone, never on the number of
-// rows. Nothing is added atomically, so the same call gives the same bits.
+// A row's result depends on its values, H and the types alone, never on the number of rows. There
+// are no atomic additions, so the same call gives the same bits.
 
 #include "casting.cuh"
 #include "memory.cuh"
@@ -68,7 +66,7 @@ using A = Accumulator<TX>::type;
     defined(KERNEL_backward) || defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
 #ifdef KERNEL_forward_pieces
-constexpr int kTogether = 1;  // columns of a block follow each other
+constexpr int kTogether = 1;  // a block's columns are contiguous
 #else
 constexpr int kTogether = CLUSTER;
 #endif
@@ -109,7 +107,7 @@ __device__ __forceinline__ A sum_of(const Vec<TX, VEC>& row) {
   return sum;
 }
 
-// Rounded, as it is stored and as the norm sees it.
+// The sum rounded to TX, as it is stored and as the norm sees it.
 __device__ __forceinline__ Vec<TX, VEC> sum_with(const Vec<TX, VEC>& row,
                                                  const Vec<TX, VEC>& residual) {
   A x[VEC], r[VEC];
@@ -120,7 +118,8 @@ __device__ __forceinline__ Vec<TX, VEC> sum_with(const Vec<TX, VEC>& row,
   return encode<TX>(x);
 }
 
-// Of elements so many columns apart, those that are in a row of which so much is left.
+// The squares around a mean of a vector whose elements are Step columns apart. With Step > 1, only
+// of elements in the row, of which `left` columns remain.
 template <int Step = 1>
 __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean, int left = VEC) {
   A x[VEC];
@@ -136,17 +135,17 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean, int lef
 
 #ifndef KERNEL_forward_wide
 
-// What is reduced to a row's statistics: the sum of squares, or what Moments says. Where a row
-// fills all vectors of as many threads as are halved, those are equally large parts; elsewhere
-// parts of any size, those of warps, whose lanes add up what they have before and after they
-// subtract its mean: to merge two such parts takes several times as long as two sums.
+// What is reduced to a row's statistics: the sum of squares, or the values of Moments. If a row
+// fills all vectors of a power of two of threads, threads are parts of equal size. Otherwise the
+// parts are warps, of any size, whose lanes first sum their values, and then the squares around
+// that mean: merging two parts of any size takes several times as long as two sums.
 constexpr bool kEqual = CENTRED && FULL && (LANES & (LANES - 1)) == 0;
 constexpr bool kOfWarps = CENTRED && !kEqual;
 constexpr int kStatistics = !CENTRED ? 1 : kEqual ? 2 : 3;
 template <ExchangeMode Mode>
 using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Mode>;
 
-// How many columns the lanes of a warp have that share a row.
+// The number of columns of the lanes of a warp that share a row.
 __device__ __forceinline__ A columns_of_warp(int rank, int columns) {
   constexpr int kLanes = least(LANES, 32);
   if constexpr (FULL) return A(kLanes * VECS * VEC);
@@ -166,7 +165,7 @@ __device__ __forceinline__ A sum_of_warp(A own) {
   return sum[0];
 }
 
-// A thread's part of them, or its warp's, from its vectors of a row, which `own` gives.
+// The statistics of a thread's vectors `own(v)`, or of its warp's.
 template <typename Own, int K>
 __device__ __forceinline__ void own_statistics(Own own, int rank, int columns, A (&found)[K]) {
   constexpr bool kOfThread = K == 2;
@@ -203,7 +202,8 @@ __device__ __forceinline__ void own_statistics(Own own, int rank, int columns, A
   }
 }
 
-// The same from shared memory; Held: in registers between the mean and the deviations from it.
+// The same of vectors in shared memory. Held: they stay in registers from the mean to the
+// deviations.
 template <bool Held>
 __device__ __forceinline__ void kept_statistics(unsigned char* kept, int rank, int columns,
                                                 A (&found)[kStatistics]) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void kept_statistics(unsigned char* kept, int rank, i
   }
 }
 
-// The mean, and the mean of squared deviations from it, of what has been reduced.
+// The mean and the variance from the reduced statistics.
 __device__ __forceinline__ A mean_of(const A (&found)[kStatistics], int columns, A share) {
   if constexpr (!CENTRED) return 0;
   else return kEqual ? found[0] : quotient(found[1], A(columns), share);
@@ -264,7 +264,7 @@ constexpr ExchangeMode kExchangeMode =
     kMemory ? kThroughMemory : EXCHANGE ? kByWarps : kBehindBarrier;
 #endif
 
-// What the gradients of one vector are made of: xhat, and u = dy * gamma.
+// The terms of one vector's gradients: dy, xhat and u = dy * gamma.
 struct Terms {
   A dy[VEC], xhat[VEC], u[VEC];
 
@@ -294,8 +294,8 @@ struct Terms {
     if constexpr (CENTRED) sums[1] += values;
   }
 
-  // dx = scale * (u - xhat * product - value), from the means of products and values, and
-  // what is added to it.
+  // dx = scale * (u - xhat * product - value) + added, where product and value are the means of
+  // u * xhat and of u.
   __device__ __forceinline__ Vec<TX, VEC> dx(A scale, A product, A value,
                                              const Vec<TADD, VEC>& added) const {
     A result[VEC];
@@ -319,7 +319,7 @@ struct Terms {
 
 #if defined(KERNEL_forward) || defined(KERNEL_forward_stream)
 
-// What a cast takes beside what all forwards do.
+// The parameters of a forward that casts, beside those of all forwards.
 #if CAST == 1
 using Cast = RowCast<KIND, SCALES, POW2, WIDTH, SPAN,
                      (WIDTH > SPAN ? least(LANES, least(32, WIDTH / SPAN)) : 1), 16, true>;
@@ -332,26 +332,25 @@ using Cast = RowCast<KIND, SCALES, POW2, WIDTH, SPAN,
 #define CAST_PARAMETERS
 #endif
 
-// The neighbouring columns that a thread writes. Where they are more than it has asked for at
-// once, other threads have brought some of them to shared memory, in which the row lies as in
-// global memory.
+// The neighbouring columns that a thread writes. If a span is wider than a vector, other threads
+// have copied part of it to shared memory, where the row lies as in global memory.
 constexpr int kSpans = VECS * VEC / SPAN;
 using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * VEC % SPAN == 0),
               "a row of a block, with a barrier before it is written");
 
 #if CAST == 1
-// Whether where a thread's spans of a row go follows from where its first one does, which is kept:
-// they are whole blocks apart. With more threads than 1,024 on a multiprocessor there are 40
-// registers, too few for that beside a residual, or what codes of four bits are made with; and full
-// rows of these are written as if columns could be beyond the last.
+// kPlaceKept: the addresses of a thread's spans are offsets from those of its first span, which
+// stay in registers: spans are whole blocks apart. With more than 1,024 threads on a multiprocessor
+// a thread has 40 registers, too few for that beside a residual or the making of 4-bit codes.
+// kCramped: full rows of 4-bit codes are then written with bounds checks too.
 constexpr bool kRoomy = Row::kThreads * BLOCKS <= 1024;
 constexpr bool kPlaceKept =
     Span::kApart % Cast::kWidth == 0 && (kRoomy || !ADDED && KIND::kBits == 8);
 constexpr bool kCramped = !kRoomy && FULL && KIND::kBits == 4;
 constexpr bool kInside = FULL && !kCramped;
 
-// Where span `at` goes, whose first one goes to `first`.
+// The place of span `at`; `first` is that of the thread's first span.
 __device__ __forceinline__ auto place_of(const Cast::Place& first, long long row, int at,
                                          int column) {
   if constexpr (kPlaceKept) return first.further(at * Span::kApart);
@@ -371,8 +370,8 @@ __device__ __forceinline__ Vec<T, SPAN> read_span(unsigned char* row, int at) {
 
 #ifdef KERNEL_forward
 
-// One set of ROWS rows per block, or per cluster. Short-lived blocks keep the memory
-// busy: while some wait for their sums, others on the multiprocessor load and store.
+// One set of ROWS rows per block, or per cluster. Many short-lived blocks keep the memory busy:
+// while some wait for their sums, others on the multiprocessor load and store.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     forward(const TX* __restrict__ x, const TX* __restrict__ residual,
             const TW* __restrict__ gamma, const TB* __restrict__ beta, TY* __restrict__ y,
@@ -385,11 +384,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
   const bool active = Row::in_rows(row, rows);
   Statistics<kBehindBarrier> over_row;
-  // A thread that has many vectors had better ask for their gamma and beta early.
+  // With many vectors a thread should load gamma and beta early.
   constexpr bool kEarly = CENTRED && LANES * CLUSTER * VECS * VEC > 8192;
 
-  // The row waits in shared memory: it is read from there as often as it is needed, and
-  // takes no registers between. So more blocks fit, and more rows are under way.
+  // The row waits in shared memory: it is read from there at each use, and takes no registers
+  // between. So more blocks fit, and more rows are in flight.
   const TX* source = x + row * x_stride;
   const TX* added = residual + row * residual_stride;
   const int first = Row::first_column(0, rank);
@@ -487,8 +486,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     A values[SPAN];
     normalize(read_span<TX>(kept_row, at), mean, scale, g, b, values);
 #if CAST == 0
-    // A root mean square's two vectors have an address each: with one for both there are fewer
-    // registers, and so more blocks on a multiprocessor, which took longer.
+    // The two vectors of a root mean square have an address each: with one for both it took fewer
+    // registers, and so more blocks were on a multiprocessor, which was slower.
     constexpr bool kFromFirst = CENTRED || VECS > 2;
     Span::put(Span::place<kFromFirst>(y + row * columns, at, rank), encode<TY>(values),
               columns - column);
@@ -502,7 +501,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     cast.put<kInside>(values, place_of(place, row, at, column), column, inside, shared);
 #endif
 #endif
-    // Else the compiler writes all vectors at the end, and has no registers for them until then.
+    // Keeps the compiler from moving all stores to the end, for which there are no registers.
     if constexpr (FULL && (CAST == 1 || kEarly)) __syncwarp();
   }
 #if CAST != 0
@@ -517,10 +516,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_forward_stream
 
-// A persistent grid for long rows: each group of blocks takes every so-many-th row and keeps
-// its part of gamma and beta, which for long rows are too much to be read from the L2 cache
-// with each of them. STAGES rows are under way at any time, and while the blocks of a group
-// exchange what they have found of one row, they write the row before it.
+// A persistent kernel for long rows: each group of blocks loops over rows and keeps its part of
+// gamma and beta in registers, which for long rows are too large to be read from L2 with each row.
+// STAGES rows are in flight at any time, and while the blocks of a group exchange the statistics of
+// one row, they write the row before it.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     forward_stream(const TX* __restrict__ x, const TX* __restrict__ residual,
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
@@ -529,13 +528,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
                    long long residual_stride, int columns, A share, A eps CAST_PARAMETERS) {
   static_assert(ROWS == 1 && STAGES > 1, "a row of a block, the next one under way");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
-  // There are no registers for more.
+  // Whether there are registers for beta, too.
   constexpr bool kHoldsBeta = BIASED && VECS * VEC * LANES * BLOCKS <= 16 * 1024;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long group = blockIdx.x / CLUSTER;
   const long long groups = gridDim.x / CLUSTER;
-  // What a layer norm's warps post takes long to merge: they do so within a block first.
+  // Merging the moments of warps takes long, so layer norms merge them within each block first.
   Statistics<(!EXCHANGE ? kBehindBarrier : CENTRED ? kByBlocks : kByWarps)> over_row;
 
   const int first = Row::first_column(0, rank);
@@ -570,7 +569,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
   }
 
-  // What a row's statistics follow from, and its sum.
+  // Reads a row in shared memory, adds the residual, and begins the reduction of its statistics.
   A found[kStatistics];
   auto begin = [&](long long row, unsigned char* slots) {
     if constexpr (ADDED) {
@@ -608,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     over_row.end<Merging>(found);
     const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
-    // What others read, too, is free once all have come to that barrier.
+    // A row that other threads read too is free once all have passed the barrier of the reduction.
     if (SPAN != VEC && row != group) ask(row + (STAGES - 1) * groups, written);
     unsigned char* slots = ring + stage * kStageBytes;
     written = slots;
@@ -651,7 +650,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if (SPAN == VEC) ask(row + STAGES * groups, slots);
   }
 #if CAST != 0
-  // One for all rows of a group, at the place of its first; there are none for the others.
+  // One amax for all rows of a group, numbered by groups.
   if constexpr (AMAX) {
     over_row.reduce<Max>(largest);
     if (rank == 0 && threadIdx.x == 0) amaxes[group] = largest[0];
@@ -666,12 +665,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #if CENTRED
 
-// What the blocks of a row exchange of it, in two halves, as reductions have them: the mean
-// of what each has, and the squared deviations from it, or of blocks that merge two by two their
-// mean. How many columns a block has follows from its rank.
+// The reduction of a row's statistics over its blocks, in two halves as in RowReduction. A block
+// posts the mean of its columns and the sum of squared deviations from it or, if blocks are merged
+// pairwise, the mean of squared deviations. The number of a block's columns follows from its rank.
 class StatisticsOfRow {
   using Exchange = MemoryExchange<CLUSTER, 2>;
-  static constexpr int kColumns = LANES * VECS * VEC;  // of a block that is filled
+  static constexpr int kColumns = LANES * VECS * VEC;  // of a full block
   static constexpr bool kHalvedBlocks = FULL && (CLUSTER & (CLUSTER - 1)) == 0;
 
  public:
@@ -685,7 +684,7 @@ class StatisticsOfRow {
     }
   }
 
-  // `left`: columns of the row from the block's first one on.
+  // `left`: the number of columns of the row from the block's first one on.
   __device__ __forceinline__ void begin(const Vec<TX, VEC> (&row)[VECS], int left) {
     auto own = [&](int v) { return row[v]; };
     if (FULL || left >= kColumns) {
@@ -711,11 +710,11 @@ class StatisticsOfRow {
       mean = found[0];
       variance = found[1];
     } else {
-      // Distances from one of the means: of means that are equal none is left, whatever their
-      // blocks count. What is added up of them is rounded as that one is, so what is left of the
-      // distances from it is added up, too.
+      // The mean is computed from distances to one of the blocks' means, which are exactly 0 if the
+      // means are equal, whatever the blocks' counts. `nearly` is the mean from these, rounded;
+      // `rest`, the mean distance to it, corrects it.
       const A first = __shfl_sync(0xffffffffu, parts[0][0], 0);
-      const A close = first - first == A(0) ? first : A(0);  // else all would be NaN
+      const A close = first - first == A(0) ? first : A(0);  // if not finite, all would be NaN
       A off[1] = {A(0)};
 #pragma unroll
       for (int i = 0; i < Exchange::kPerLane; ++i) off[0] += counts_[i] * (parts[i][0] - close);
@@ -739,12 +738,12 @@ class StatisticsOfRow {
   Exchange exchange_;
   RowReduction<LANES, 1, 2, A> over_filled_;
   RowReduction<LANES, 1, 3, A> over_block_;
-  A counts_[Exchange::kPerLane];  // of the blocks that this lane waits for
+  A counts_[Exchange::kPerLane];  // columns of the blocks that this lane reads
 };
 
 #else
 
-// The same of a root mean square: each block's sum of squares.
+// The same for a root mean square: a block posts its sum of squares.
 class StatisticsOfRow {
  public:
   __device__ __forceinline__ StatisticsOfRow(FlaggedSlot* exchange_slots, unsigned first_epoch,
@@ -769,9 +768,9 @@ class StatisticsOfRow {
 
 #endif
 
-// As `forward_stream`, where the blocks of a group form no cluster but exchange sums through
-// memory, in `exchange_slots` as memory_exchange.cuh has them. A row, or its sum with the residual,
-// waits for the slots of the others in registers, and columns of a block follow each other.
+// As `forward_stream` for groups of blocks that form no cluster, but exchange sums through
+// `exchange_slots`: see memory_exchange.cuh. A row, or its sum with the residual, stays in
+// registers until the other blocks' slots have arrived. A block's columns are contiguous.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const TX* __restrict__ residual,
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
@@ -821,7 +820,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   struct Held {
     Vec<TX, VEC> total[VECS];
   };
-  // Takes a row to registers, posts its statistics, and writes what it took.
+  // Reads a row to registers, posts its statistics, and stores its sum with the residual.
   auto take = [&](long long row, unsigned char* slots, Held& held) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -852,7 +851,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       A values[VEC];
       normalize(held.total[v], mean, scale, gamma_of(v), beta_of(v), values);
       store(piece.place(y + row * columns, v), encode<TY>(values));
-      // As in `forward`; with a residual there are registers.
+      // As in `forward`; with a residual there are registers enough.
       if constexpr (FULL && !ADDED) __syncwarp();
     }
   };
@@ -869,9 +868,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #define CAST_PARAMETERS
 #endif
 
-// One block per row, any number of columns; the row is read two or three times, all
-// but the first from the L2 cache. With a residual it is the sum that is read, by the
-// threads that have written it.
+// One block per row, any number of columns. The row is read two or three times, after the first
+// time from L2. With a residual the sum is read again, by the threads that wrote it.
 extern "C" __global__ void __launch_bounds__(LANES)
     forward_wide(const TX* __restrict__ x, const TX* __restrict__ residual,
                  const TW* __restrict__ gamma, const TB* __restrict__ beta, TY* __restrict__ y,
@@ -936,15 +934,14 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #if defined(KERNEL_backward) || defined(KERNEL_backward_registers) || \
     defined(KERNEL_backward_pairs)
 
-// Pieces of several warps lose 1 to 2% by what L2 is asked otherwise.
+// Pieces of several warps are 1 to 2% slower with the L2 policy.
 #if defined(KERNEL_backward) && EXCHANGE == 2
 constexpr Reading kReading = LANES == 32 ? kOnce : kPlain;
 #else
 constexpr Reading kReading = kOnce;
 #endif
 
-// A row in shared memory: x, the gradient of its output and, if WithAdded, what is added to
-// the gradient of x.
+// A row in shared memory: x, the output's gradient and, if WithAdded, the gradient that is added.
 template <bool WithAdded>
 struct Operands {
   static constexpr int kGradientAt = Slots<TX>::kBytes;
@@ -966,7 +963,7 @@ struct Operands {
     }
   }
 
-  // Of a last row, when it has arrived, the column of `rest_of`.
+  // Loads the column of `rest_of` of a last row whose copies have arrived.
   static __device__ __forceinline__ void ask_rest(unsigned char* slots, const TX* x, const TDY* dy,
                                                   const TADD* add, int column) {
     Slots<TX>::fill_rest(slots, x, column);
@@ -977,7 +974,7 @@ struct Operands {
 
 #if defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
-// What a thread multiplies gradients by; 0 behind the row.
+// Loads a thread's gamma; 0 beyond the row.
 __device__ __forceinline__ void read_gamma(const TW* __restrict__ gamma, A (&own)[VECS][VEC],
                                            int rank, int columns) {
 #pragma unroll
@@ -991,9 +988,9 @@ __device__ __forceinline__ void read_gamma(const TW* __restrict__ gamma, A (&own
 
 #endif
 
-// Whether threads branch around vectors that are not in a row. A branch keeps the compiler from
-// working on several vectors at once, so where but few threads would, only the stores are left
-// out; where whole warps have nothing, they had better not work.
+// kBranches: threads branch around vectors that are not in the row. A branch keeps the compiler
+// from interleaving the work on several vectors. So where only few threads would branch, only the
+// stores are predicated; where whole warps have no columns, they should skip the work.
 #if defined(KERNEL_backward)
 constexpr bool kFewEmpty = EXCHANGE == 2;
 #elif defined(KERNEL_backward_registers)
@@ -1003,7 +1000,7 @@ constexpr bool kFewEmpty = true;
 #endif
 constexpr bool kBranches = FULL || STREWN || !kFewEmpty || Vec<TX, VEC>::kBytes < 16;
 
-// A thread's sums of its columns, to the place of its group.
+// Writes a thread's sums of its columns to its group's partial sums.
 __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target, int rank,
                                            int columns) {
 #pragma unroll
@@ -1020,7 +1017,7 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 #ifdef KERNEL_backward
 
 #if EXCHANGE == 2
-// The epoch has 64 bits: so a repeated launch writes it where it writes addresses.
+// The epoch has 64 bits, so that a repeated launch packs it as it packs addresses.
 #define EXCHANGE_PARAMETERS , unsigned long long first_epoch, FlaggedSlot *exchange_slots
 #define EXCHANGE_ARGUMENTS(group) (exchange_slots, static_cast<unsigned>(first_epoch), group)
 #else
@@ -1028,10 +1025,9 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 #define EXCHANGE_ARGUMENTS(group)
 #endif
 
-// A persistent grid: each group of blocks takes every so-many-th row, keeps the
-// gradients of gamma and beta of its rows on the chip and writes them once, to
-// partial[gamma or beta][group][column]. STAGES rows are under way at any time.
-// `exchange_slots` are those of memory_exchange.cuh.
+// A persistent kernel: each group of blocks loops over rows, keeps the gradients of gamma and beta
+// over its rows on the chip, and writes them once, to partial[gamma or beta][group][column]. STAGES
+// rows are in flight at any time. `exchange_slots`: see memory_exchange.cuh.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const TADD* __restrict__ add,
              const A* __restrict__ mu, const A* __restrict__ rsigma, const TW* __restrict__ gamma,
@@ -1059,7 +1055,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
-  Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta takes its place
+  Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta has its place in shared memory
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
@@ -1104,8 +1100,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   ask_statistics(first_base + team);
 
-  // A vector of the row in these slots. It is read from there once for the sums and again
-  // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
+  // The terms of a vector of the row in these slots. The row is read from there once for the sums
+  // and again for dx: beside dgamma and dbeta it would not fit into the registers.
   unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   auto terms = [&](unsigned char* slots, long long row, int v, A scale, A mean) {
     unsigned char* of_x = slots + Slots<TX>::begin(x + row * x_stride);
@@ -1165,8 +1161,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       begin(slots, row, scale, mean);
       ask_statistics(row + step);
     }
-    // Under way while the next row is added up; in shared memory it would take the place of
-    // one of the rows that are to come.
+    // Loaded while the next row is summed; in shared memory it would take the place of one of the
+    // prefetched rows.
     Vec<TADD, VEC> late[VECS];
     if constexpr (ADDED && LATE_ADD) {
 #pragma unroll
@@ -1186,8 +1182,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if constexpr (!kMemory) end();
     const A own_scale = scale;
     const A own_mean = mean;
-    // Of a lambda the compiler orders the instructions better: layer norms through memory of
-    // 131,072 columns and more take 5 % less so.
+    // From a lambda the compiler schedules the instructions better: layer norms through memory of
+    // 131,072 columns and more take 5 % less time.
     auto begin_next = [&] {
       if (OVERLAP && base + step < rows) {
         Row::wait<(OVERLAP ? STAGES - 2 : 0)>();
@@ -1198,7 +1194,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
     };
     begin_next();
-    if constexpr (kMemory) end();  // slots take longer to be there
+    if constexpr (kMemory) end();  // slots take longer to arrive
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -1210,7 +1206,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         const int begin = Slots<TADD>::begin(add + row * add_stride);
         added = Slots<TADD>::read(slots + Kept::kAddedAt + begin, v);
       }
-      // Of full rows a root mean square's threads have no register for one address of all.
+      // For full rows the threads of a root mean square have no register for a common address.
       TX* to = Row::place<(CENTRED || !FULL)>(dx + row * columns, v, rank);
       auto result = [&] {
         return terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);
@@ -1232,8 +1228,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if constexpr (ROWS == 1) {
       write_sums(sums, target, rank, columns);
     } else {
-      // Each of the ROWS teams has sums for the same columns; the ring is free by now,
-      // and one stage of it is never smaller than these sums.
+      // The ROWS teams of a block have sums of the same columns, which are added up in the ring: it
+      // is free by now, and a stage of it is never smaller than these sums.
       constexpr int kColumns = VECS * LANES * VEC;
       static_assert(ROWS * kColumns * static_cast<int>(sizeof(A)) <= kStageBytes, "ring");
       A* teams = reinterpret_cast<A*>(ring);
@@ -1267,10 +1263,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_backward_registers
 
-// As `backward`, but what the gradient of a row is made of stays in registers until it is
-// written, so that the row's place in shared memory is free before the threads of the row wait
-// for each other. Blocks are few and threads have many registers. Of short rows a block takes
-// BATCH at a time, behind one barrier.
+// As `backward`, but the terms of a row's gradient stay in registers until it is written, so that
+// the row's place in shared memory is free before the threads of the row wait for each other.
+// Blocks are few, and threads have many registers. A block processes BATCH short rows at a time,
+// behind one barrier.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     backward_registers(const TDY* __restrict__ dy, const TX* __restrict__ x,
                        const TADD* __restrict__ add, const A* __restrict__ mu,
@@ -1381,11 +1377,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 
 #ifdef KERNEL_backward_pairs
 
-// As `backward_registers` with one row at a time, of layer norms. The next row is asked for as
-// soon as one is in registers, from addresses that go along with the rows. In the end the two
-// blocks of a cluster add up their gradients of gamma and beta, each half of the columns of a
-// thread, and leave one partial sum: one for each block would be twice as much to write, and to
-// read again.
+// As `backward_registers` for layer norms, one row at a time. The next row's copy starts as soon as
+// a row is in registers, from addresses that are advanced from row to row. At the end the two
+// blocks of a cluster add up their gradients of gamma and beta, each half of a thread's vectors,
+// and write one partial sum: one for each block would be twice as much to write and to read again.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     backward_pairs(const TDY* __restrict__ dy, const TX* __restrict__ x,
                    const TADD* __restrict__, const A* __restrict__ mu,
@@ -1400,10 +1395,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   constexpr int rank = 0;
   const int block = blockIdx.x;
   const int blocks = gridDim.x;
-  const int rows = static_cast<int>(all_rows);  // so wide, there are never more
+  const int rows = static_cast<int>(all_rows);  // rows so wide are never more
   RowReduction<LANES, 1, kSums, A> over_row;
 
-  // Where the row that is asked for next begins, for this thread.
+  // This thread's address in the next row to copy.
   const int first_column = Row::first_column(0, rank);
   const TX* next_x = x + block * x_stride + first_column;
   const TDY* next_dy = dy + block * dy_stride + first_column;
@@ -1482,13 +1477,13 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 
   release_dependents();
   wait_copies<0>();
-  // Of the 2 * VECS vectors of a thread, those of gamma first, each block gets every other one.
-  using Received = A[2][VECS][VEC][LANES];  // the first: from which block
+  // Each block of the pair gets every other one of a thread's 2 * VECS vectors, gamma's first.
+  using Received = A[2][VECS][VEC][LANES];  // the first index: from which block
   static_assert(sizeof(Received) <= STAGES * kStageBytes, "the rows' places have room for them");
   Received& received = *reinterpret_cast<Received*>(ring);
   const int own = cluster_rank();
   cluster_arrive();
-  cluster_wait();  // until no block needs its rows' places any more
+  cluster_wait();  // until neither block uses its ring any more
 #pragma unroll
   for (int p = 0; p < 2 * VECS; ++p) {
     const A(&part)[VEC] = p < VECS ? dgamma[p] : dbeta[p - VECS];
@@ -1519,7 +1514,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 
 #ifdef KERNEL_backward_rows
 
-// dx of rows of any width, one block per row.
+// dx of rows of any width, with one block per row.
 extern "C" __global__ void __launch_bounds__(LANES)
     backward_rows(const TDY* __restrict__ dy, const TX* __restrict__ x,
                   const TADD* __restrict__ add, const A* __restrict__ mu,
@@ -1555,8 +1550,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_backward_columns
 
-// Partial gradients of gamma and beta for rows of any width: blockIdx.x chooses the
-// columns, blockIdx.y the group of rows.
+// Partial gradients of gamma and beta for rows of any width: blockIdx.x selects the columns,
+// blockIdx.y the group of rows.
 extern "C" __global__ void __launch_bounds__(LANES)
     backward_columns(const TDY* __restrict__ dy, const TX* __restrict__ x,
                      const A* __restrict__ mu, const A* __restrict__ rsigma,

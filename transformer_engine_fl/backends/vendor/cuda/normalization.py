@@ -1,11 +1,11 @@
 """Root mean square and layer normalization in CUDA C++ (``normalization.cu``).
 
-The operators here check their arguments, allocate the outputs, choose the kernel and
-its shape, and launch it. Compiling is ``_compile``'s, launching ``_launch``'s.
+The operators check their arguments, allocate the outputs, choose the kernel and its shape, and
+launch it. ``_compile`` compiles kernels, ``_launch`` launches them.
 
-Which threads hold which columns follows from H and the dtypes alone (:class:`Tile`), so a
-row's result does not depend on how many rows there are, nor on where they lie: memory
-that is aligned badly, or rows that are, are read in smaller pieces by the same threads.
+Which threads hold which columns follows from H and the dtypes alone (:class:`Tile`), so a row's
+result does not depend on the number of rows or their addresses: tensors or rows with less alignment
+are read in narrower accesses by the same threads.
 """
 
 from __future__ import annotations
@@ -93,62 +93,63 @@ __all__ = [
 # ------------------------------------------------------------------------------- tiles
 
 
-# (threads per row and block, blocks per row) from narrow to wide: the first that holds
-# the row serves. Rows within a warp come before these, rows beyond go to the wide kernels.
+# (threads per row and block, blocks per row) from narrow to wide: the first that holds the row is
+# taken. Narrower rows are within a warp; wider ones go to the wide kernels.
 FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 8), (1024, 8))
 FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
-# Of a root mean square without a cast, of which little else needs the registers.
+# For a root mean square without a cast, where little else needs the registers.
 FORWARD_TEAMS_LARGE_BLOCK: Final = ((128, 1), (256, 1), (512, 1), (1024, 1), *FORWARD_TEAMS[4:])
 RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
-# With one vector for each thread: dgamma and dbeta leave no registers for two, and a cluster
-# costs more than the barrier of a large block.
+# With one vector per thread: dgamma and dbeta leave no registers for two, and a cluster costs more
+# than the barrier of a large block.
 LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1))
 WIDE_BACKWARD_TEAMS: Final = ((1024, 8), (1024, 16))
 BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
-# Of long rows, where a group of blocks keeps gamma and beta in registers from row to row.
+# For long rows, where a group of blocks keeps gamma and beta in registers from row to row.
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
-# Of rows twice as long, where a residual leaves a cluster of 8 room for two of them.
+# For rows twice as long, of which with a residual a cluster of 8 has room for two at most.
 LARGE_STREAM_TEAM: Final = (1024, 16)
-# Of layer norms longer than that many vectors: four of them a thread, and half as many threads,
-# which have the registers for it and for beta.
+# For layer norms of more vectors than this: four vectors a thread, and half as many threads, which
+# have the registers for them and for beta.
 LONG_LAYER: Final = 4096
 LONG_LAYER_TEAMS: Final = ((256, 8), (512, 8), (512, 16))
-# Of rows that are cast and that CAST_AS has not: narrow or very wide ones, with a residual, or of
-# other types than half precision. At any width a thread has up to four vectors, and 128 registers:
-# as many threads are on a multiprocessor.
+# For rows that are cast and not in CAST_AS: narrow or very wide ones, with a residual, or of other
+# types than half precision. A thread has up to four vectors and 128 registers at any width, so that
+# the number of threads on a multiprocessor (CAST_RESIDENT) is always the same.
 CAST_CLUSTERS: Final = ((512, 2), (512, 4), (512, 8))
 CAST_TEAMS: Final = ((32, 1), (64, 1), (128, 1), (256, 1), (512, 1), *CAST_CLUSTERS)
-# Of those whose blocks have scales, or that have a mean: whole warps, which fill more of them.
+# For those whose blocks have scales, or that have a mean: any number of warps, of which rows leave
+# fewer idle.
 CAST_WARPS: Final = (*((lanes, 1) for lanes in range(32, 513, 32)), *CAST_CLUSTERS)
-# Of those with a mean or a residual; others are faster in clusters of eight blocks of 1,024.
+# For those with a mean or a residual; others are faster in clusters of eight blocks of 1,024.
 LARGE_CAST_TEAM: Final = (512, 16)
 CAST_RESIDENT: Final = 512
-# Rows of more vectors go that way, unless they are among WAITING: a cast gains first, a residual
-# last. With gamma and beta the limit is where one block no longer holds the row; with gamma alone,
-# four vectors a thread are as far as the same block holds it.
+# Rows of more vectors than this go to forward_stream, unless they are in WAITING: with a cast it
+# pays first, with a residual last. With gamma and beta the limit is where one block no longer holds
+# the row; with gamma alone one block holds it with four vectors a thread.
 STREAM_VECTORS: Final = 2048
 STREAM_VECTORS_CAST: Final = 31
 STREAM_VECTORS_GAMMA_ALONE: Final = 4096
 STREAM_VECTORS_ADDED: Final = 8192
-# Of rows of more bytes within a block, gamma and beta stay in L1 until the sums are there: in
-# shared memory they would leave L1 too small to keep them for the next block. Measured on
-# compute capability 9.0; devices without clusters are left as they were.
+# For rows of more bytes within a block, gamma and beta are read from L1 after the sums: in shared
+# memory they would leave L1 too small to keep them for the next block. Measured on compute
+# capability 9.0; for devices without clusters nothing was changed.
 MOST_AHEAD: Final = 8192
 STREAM_STAGES: Final = 4
-# Vectors of a thread of a forward whose rows begin anywhere, within a block; with a residual, of
-# which there are larger blocks.
+# Vectors of a thread of a forward with strewn rows, within a block; and with a residual, where
+# blocks may be larger.
 STREWN_VECTORS: Final = 6
 STREWN_ADDED: Final = 4
-# Columns from which those with a residual are strewn if they lie in vectors of four.
+# Columns from which rows with a residual are strewn if they divide into vectors of four.
 STREWN_FOURS_ADDED: Final = 12_289
 LARGER_BLOCKS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(544, 1025, 32))
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
-# Vectors of the rows in whose kernels the blocks of a cluster exchange sums without a
-# barrier (``include/cluster_exchange.cuh``), as measured with rows of half precision. Elsewhere it
-# took up to an eighth longer, or nothing was measured.
+# Rows, by their vectors, for which the blocks of a cluster exchange sums without a barrier
+# (``include/cluster_exchange.cuh``), as measured in half precision. Elsewhere that took up to an
+# eighth longer, or nothing was measured.
 ASYNC_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
 ASYNC_LAYER_FORWARD: Final = range(4097, MOST_COLUMNS)
 ASYNC_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
@@ -170,7 +171,7 @@ def forward_tile(
         x_size: bytes of an element of the input.
         other_size: bytes of the widest element of the others.
         clusters: whether the device has thread block clusters.
-        large_block: whether a block of 1,024 threads comes before them.
+        large_block: whether a block of 1,024 threads is preferred to clusters.
         resident: threads of a multiprocessor that share its registers, in half precision.
     """
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
@@ -188,13 +189,13 @@ def forward_tile(
 def strewn_forward_tiles(
     columns: int, added: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> Iterator[Tile]:
-    """Tiles of a forward of half precision whose rows begin anywhere: the first with room serves.
+    """Tiles of a forward of half precision with strewn rows; the first that fits is taken.
 
     Args:
         columns: H.
         added: whether there is a residual.
         clusters: whether the device has thread block clusters.
-        most_blocks: of a cluster.
+        most_blocks: blocks of a cluster, at most.
     """
     within = WARPS + LARGER_BLOCKS if added else WARPS
     across = CLUSTERS if clusters else ((1024, 1),)
@@ -207,9 +208,10 @@ def strewn_forward_tiles(
 def strewn_backward_tiles(
     columns: int, centred: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> Iterator[Tile]:
-    """Tiles of a backward of half precision whose rows begin anywhere: the first with room serves.
+    """Tiles of a backward of half precision with strewn rows; the first that fits is taken.
 
-    The same arguments as :func:`strewn_forward_tiles`, and whether there is a mean.
+    The arguments of :func:`strewn_forward_tiles`, with ``centred``, whether there is a mean, in
+    place of ``added``.
     """
 
     def cost(tile: Tile) -> float:
@@ -218,7 +220,7 @@ def strewn_backward_tiles(
         share = {1: 1.2, 2: 1.0, 3: 1.04}[tile.vecs] * (1.0 if alone else 1.3)
         if spills and tile.vecs == (2 if centred else 3):
             share *= 2
-        # Of equal ones that of the smaller blocks, but in no cluster of more than 8.
+        # Of equal tiles that of the smaller blocks, and of a cluster of at most 8.
         return tile.room * share * (1 + tile.lanes / 2**20 + (tile.cluster > 8) / 2**8)
 
     across: tuple[Team, ...] = ()
@@ -242,9 +244,8 @@ def stream_tile(
 ) -> Tile | None:
     """The tile of a forward that keeps the parameters; None if the row is not long enough.
 
-    The same arguments as :func:`forward_tile`, of a device with clusters, how many vectors
-    the row must be longer than, the threads of a multiprocessor that share its registers, the
-    teams, and the vectors that a thread of theirs may hold.
+    The arguments of :func:`forward_tile`, for a device with clusters; ``longer``: the row must
+    have more vectors than this; ``teams``, and ``most``: vectors that a thread of theirs may hold.
     """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
@@ -264,8 +265,8 @@ def backward_tile(
 ) -> Tile | None:
     """The tile of a backward; None if the row has to be read more than once.
 
-    The same arguments as :func:`forward_tile`, and whether there is a mean to subtract and
-    the most blocks of a cluster.
+    The arguments of :func:`forward_tile`, whether there is a mean to subtract, and the most
+    blocks of a cluster.
     """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
@@ -304,11 +305,11 @@ Planned = tuple[Specialisation, _launch.Geometry]
 
 
 class Cast(NamedTuple):
-    """What a forward leaves in place of its output.
+    """What a forward writes in place of its output.
 
     Attributes:
-        recipe: how that is cast; None if it is not written at all.
-        amax: whether the amax of each row, or of the rows of a group, is left.
+        recipe: how the output is cast; None if it is not written at all.
+        amax: whether the amax of each row, or of a group's rows, is written.
     """
 
     recipe: Recipe | None
@@ -329,7 +330,7 @@ STATISTICS: Final = Cast(None, False)
 
 @dataclass(frozen=True, slots=True)
 class ForwardKey:
-    """What a forward's kernel depends on, besides the device."""
+    """What a forward's kernel depends on, beside the device."""
 
     columns: int
     access: int
@@ -346,23 +347,23 @@ class ForwardKey:
 
     @property
     def strewn(self) -> bool:
-        """Whether the elements of a vector are, as of rows that begin anywhere."""
+        """Whether rows are strewn: see :class:`Tile`."""
         sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
         fours = STREWN_FOURS_ADDED if self.added else STREWN_FOURS
         return self.cast is None and is_strewn(self.columns, *sizes, fours=fours)
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Bytes of an element of each tensor of which a row is kept."""
+        """Bytes of an element of each tensor whose rows are kept."""
         return (SIZES[self.x],) * (1 + self.added)
 
     @property
     def sums(self) -> int:
-        """How many numbers blocks that are no cluster exchange of a row."""
+        """How many numbers blocks exchange per row where they form no cluster."""
         return 2 if self.centred else 1
 
     def tile(self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]) -> Tile | None:
-        """How its rows are spread; None if they have to be read more than once.
+        """How rows are spread; None if they have to be read more than once.
 
         ``most_blocks``: the most blocks of a cluster.
         """
@@ -371,9 +372,7 @@ class ForwardKey:
     def spread(
         self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
     ) -> tuple[Tile | None, UnderWay | None]:
-        """The same, and how many rows are under way where a group of blocks goes from one to
-        the next.
-        """
+        """The same, and how rows are pipelined where a group of blocks loops over them."""
         if way := self._cast_as(device):
             st_async = False  # nothing to exchange: a block has all of a row
             return way.tile, None if way.one_row else self._under_way(way.tile, device, st_async)
@@ -407,7 +406,7 @@ class ForwardKey:
         return None
 
     def _row_tile(self, device: _launch.Limits, large_block: bool = False) -> Tile | None:
-        """How rows are spread of which a group has one; None if the device has no room."""
+        """How rows are spread where a group has one each; None if they do not fit."""
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
@@ -415,19 +414,20 @@ class ForwardKey:
         return tile if tile and self._has_room(tile, device) else None
 
     def _has_room(self, tile: Tile, device: _launch.Limits) -> bool:
-        """Whether a block has it for its part of a row."""
+        """Whether a block's part of a row fits into shared memory."""
         return tile.kept(*self.row_sizes) + self.exchanged(tile) <= device.shared_per_block
 
     @property
     def casts_blocks(self) -> bool:
-        """Whether a row is cast in blocks that have scales of their own."""
+        """Whether a row is cast in blocks with a scale each."""
         recipe = None if self.cast is None else self.cast.recipe
         return recipe is not None and recipe.width > 0
 
     def span(self, tile: Tile) -> int:
-        """How many neighbouring columns a thread casts of a row that lies in shared memory: two
-        vectors where blocks have scales, of which fewer threads have a share of one then, if rows
-        have an even number and a block of several warps one of them at a time.
+        """How many neighbouring columns a thread casts of a row in shared memory.
+
+        Two vectors if blocks have scales, so that fewer threads share a scale, provided that rows
+        have an even number of vectors and a block has several warps and one row at a time.
         """
         sizes = {SIZES[self.x], SIZES[self.weight], SIZES[self.bias]}
         even = tile.vecs % 2 == 0 and self.columns % (2 * tile.vec) == 0
@@ -436,7 +436,7 @@ class ForwardKey:
         return 2 * tile.vec if self.casts_blocks and even and whole and alone else tile.vec
 
     def _cast_as(self, device: _launch.Limits) -> CastAs | None:
-        """The one of :data:`CAST_AS` that rows are for; None for other rows."""
+        """The entry of :data:`CAST_AS` for these rows; None for other rows."""
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias)}
         half = sizes == {2} and self.columns % 8 == 0 and self.columns >= CAST_NARROWEST
         if self.cast in (None, STATISTICS) or self.added or not half or not device.has_clusters:
@@ -445,8 +445,8 @@ class ForwardKey:
         return next((it for it in ways if self.columns <= it.widest), None)
 
     def _casts_one_row(self, device: _launch.Limits) -> bool:
-        """Whether threads cast one row, and end, where that was faster than going from row to row
-        with the parameters in registers.
+        """Whether a block casts one row and ends, where that was faster than looping over rows with
+        the parameters in registers.
         """
         tile = self._row_tile(device)
         if tile is None or tile.cluster > 1:
@@ -464,15 +464,15 @@ class ForwardKey:
         )
 
     def exchanged(self, tile: Tile) -> int:
-        """Bytes in which warps exchange a row's statistics, and its amax apart from them."""
+        """Bytes through which warps exchange a row's statistics, and separately its amax."""
         values = 3 if self.centred else 1
         if self.cast is not None and self.cast.amax:
             values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
 
     def pieces(self, device: _launch.Limits) -> tuple[Tile, Piece, int] | None:
-        """How a row is spread whose blocks exchange sums through memory, by which piece, and the
-        bytes of a block; None for other rows, and where there is no room.
+        """The tile of a row whose blocks exchange sums through memory, its piece, and the bytes of
+        shared memory of a block; None for other rows, and if they do not fit.
         """
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
         found = pieces_for(FORWARD_PIECES.get((self.centred, self.added), ()), self.columns)
@@ -485,7 +485,7 @@ class ForwardKey:
         return None if shared is None else (tile, piece, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
-        """How long rows are spread, and how many are under way; None for other rows."""
+        """How long rows are spread and pipelined in forward_stream; None for other rows."""
         if not device.has_clusters:
             return None
         x_size = SIZES[self.x]
@@ -514,14 +514,14 @@ class ForwardKey:
         st_async = self.columns // tile.vec in widths
         if self.cast is not None:
             st_async = self.centred or self.added or self.casts_blocks
-            if not st_async and tile.cluster > 1:  # less to do than to wait for: twice the blocks
+            if not st_async and tile.cluster > 1:  # the wait outweighs the work: twice the blocks
                 tile = with_blocks(tile, 1024)
                 st_async = tile.blocks == 1  # of 1,024 threads
         found = self._under_way(tile, device, st_async)
         return (tile, found) if found else None
 
     def _under_way(self, tile: Tile, device: _launch.Limits, st_async: bool) -> UnderWay | None:
-        """How many rows are under way where blocks go from row to row; None if not even two."""
+        """How rows are pipelined where blocks loop over them; None if not even two fit."""
         stage_bytes = tile.kept(*self.row_sizes)
         kept = self.exchanged(tile)
         found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, st_async)
@@ -530,10 +530,10 @@ class ForwardKey:
 
 @dataclass(frozen=True, slots=True)
 class BackwardKey:
-    """What a backward's kernels depend on, besides the device.
+    """What a backward's kernels depend on, beside the device.
 
-    ``add`` is the dtype of what is added to the input's gradient, if there is any; ``few`` says
-    that there are no more rows than FEW_ROWS.
+    ``add`` is the dtype of the gradient that is added to the input's gradient, if any; ``few``:
+    whether there are no more rows than FEW_ROWS.
     """
 
     columns: int
@@ -548,23 +548,23 @@ class BackwardKey:
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Bytes of an element of each tensor that has such rows: what is added last."""
+        """Bytes of an element of each tensor of rows; the added gradient's last."""
         tensors = (self.x, self.dy) if self.add is None else (self.x, self.dy, self.add)
         return tuple(SIZES[it] for it in tensors)
 
     @property
     def strewn(self) -> bool:
-        """Whether the elements of a vector are, as of rows that begin anywhere."""
+        """Whether rows are strewn: see :class:`Tile`."""
         return is_strewn(self.columns, SIZES[self.gamma], *self.row_sizes)
 
     @property
     def other_size(self) -> int:
-        """Bytes of the widest element of all but the input."""
+        """Bytes of the widest element of the tensors other than the input."""
         return max(SIZES[self.gamma], *self.row_sizes[1:])
 
     @property
     def sums(self) -> int:
-        """How many sums over a row its gradient needs."""
+        """How many sums over a row the gradient needs."""
         return 2 if self.centred else 1
 
     def defines(self) -> dict[str, str | int]:
@@ -586,9 +586,10 @@ def forward_source(
     most_blocks: int = LARGEST_CLUSTERS[0],
     through_memory: bool = True,
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
-    """The kernel of a forward, with the rows and the blocks of a group (one per row set).
+    """The kernel of a forward, its geometry, the rows that a group of blocks has at a time, and
+    the blocks of a group.
 
-    ``most_blocks``: the most blocks of a cluster. ``through_memory``: whether those that are no
+    ``most_blocks``: the most blocks of a cluster. ``through_memory``: whether blocks that form no
     cluster may exchange sums.
     """
     tile, way = key.spread(device, most_blocks)
@@ -623,24 +624,24 @@ def forward_source(
     if way is not None:
         depth, st_async = way
         main = {**defines, **tile.defines(key.columns), "STAGES": depth, "EXCHANGE": int(st_async)}
-        # With two rows under way, the place that others read is free too late for the next one.
+        # With two rows in flight, a row that other threads read too is free too late for the next.
         main["SPAN"] = key.span(tile) if depth > 2 else tile.vec
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * shared, tile.cluster, carveout=100
         )
         return _source("forward_stream", main), geometry, tile.rows, tile.cluster
-    # With room for a beta that there is not, so that rows are spread alike.
+    # With room for beta even if there is none, so that rows are spread alike.
     parameters = tile.kept(SIZES[key.weight], *([SIZES[key.bias]] if key.centred else []))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor * tile.threads
     ahead = ahead and shared + parameters + key.exchanged(tile) <= device.shared_per_block
-    ahead = ahead and key.cast != STATISTICS  # which need no parameters
-    ahead = ahead and not tile.strewn  # pieces of parameters would reach behind them
+    ahead = ahead and key.cast != STATISTICS  # needs no parameters
+    ahead = ahead and not tile.strewn  # the copies would reach beyond gamma and beta
     if key.centred and key.cast is None and device.has_clusters and tile.cluster == 1:
         ahead = ahead and key.columns * SIZES[key.x] <= MOST_AHEAD
     span = key.span(tile) if ahead and SIZES[key.x] == 2 else tile.vec
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead), "SPAN": span}
     shared += parameters if ahead else 0
-    # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
+    # As much shared memory as a multiprocessor's blocks use; the rest is L1.
     resident = (2048 if tile.held * SIZES[key.x] <= 32 else 1280) // tile.threads
     filled = max(tile.blocks, resident) * (shared + SHARED_PER_BLOCK)
     carveout = min(100, -(-100 * filled // device.shared_per_multiprocessor))
@@ -670,7 +671,7 @@ class Forward:
             self._resident = resident if persistent else 0
 
     def amaxes(self, rows: int) -> int:
-        """How many amaxes are left: one of each row, or of the rows of a group."""
+        """How many amaxes are written: one for each row, or for a group's rows."""
         return self._groups(rows) if self._resident else rows
 
     def _groups(self, rows: int) -> int:
@@ -685,7 +686,7 @@ class Forward:
 
 
 def forward_of(key: ForwardKey, device: int) -> Forward:
-    """The kernel, made by the first who asks."""
+    """The kernel; made by the first call."""
     plan_key = (device, key)
     return _forwards.get(plan_key) or _forwards.made(plan_key, lambda: Forward(key, device))
 
@@ -693,7 +694,7 @@ def forward_of(key: ForwardKey, device: int) -> Forward:
 def _planned(
     kernel: str, key: BackwardKey, tile: Tile, shared_bytes: int, own: dict[str, str | int]
 ) -> Planned:
-    """A backward's kernel that spreads rows by a tile, with macros of its own."""
+    """A backward's kernel with a tile; ``own``: the kernel's own macros."""
     defines = {**key.defines(), "ZERO_CENTRED": int(key.zero_centred), **tile.defines(key.columns)}
     arguments = "PPPPPPPPqqqqi" + real(key.x)
     geometry = _launch.Geometry(tile.threads, arguments, shared_bytes, tile.cluster, carveout=100)
@@ -701,8 +702,8 @@ def _planned(
 
 
 def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Tile] | None:
-    """The kernel of rows whose blocks exchange sums through memory, and their tile; None for
-    other rows, and where there is no room.
+    """The kernel of rows whose blocks exchange sums through memory, and their tile; None for other
+    rows, and if they do not fit.
     """
     whole = key.strewn or key.columns % 8 == 0
     if SIZES[key.x] != 2 or key.other_size != 2 or not whole:
@@ -747,7 +748,7 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     kept = exchange_bytes(tile, found.batch * key.sums, size)
     depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
     pairs = found.kernel == "backward_pairs"
-    if depth < 1 + pairs:  # in two rows' places a pair exchanges its sums
+    if depth < 1 + pairs:  # a pair exchanges its sums in two stages
         return None
     own: dict[str, str | int] = (
         {"STAGES": depth} if pairs else {"STAGES": depth, "BATCH": found.batch}
@@ -776,11 +777,11 @@ def shared_source(
 def _shared_source(key: BackwardKey, device: _launch.Limits, tile: Tile) -> Planned | None:
     """The kernel of rows that are spread by a tile; None if there is no room for one."""
     size = SIZES[key.x]
-    # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
-    # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
+    # dbeta is kept out of the registers in clusters with 512 threads a block, of which two then fit
+    # on a multiprocessor, and with 1,024. With 4 blocks of 512 the compiler would spill.
     long = tile.vec == 8 and tile.lanes * tile.cluster > 2048
     shared_dbeta = key.centred and long
-    # With what is added in shared memory too there would be a row less under way.
+    # With the added gradient in shared memory too, one row less would be in flight.
     late_add = key.add is not None and long and key.other_size == 2 and tile.cluster <= 8
     # Where shared memory is short, gamma is kept in registers if there are some left.
     hold_gamma = shared_dbeta or (tile.threads > 512 and not late_add)
@@ -795,7 +796,7 @@ def _shared_source(key: BackwardKey, device: _launch.Limits, tile: Tile) -> Plan
     depth, st_async = under_way(tile, stage_bytes, kept, device, MOST_STAGES, st_async)
     if not depth:
         return None
-    # One sum behind one block's barrier is not worth a row less under way.
+    # A single sum behind a block barrier is not worth one row less in flight.
     overlap = depth > 2 and (tile.cluster > 1 or key.centred)
     own: dict[str, str | int] = {
         "STAGES": depth,
@@ -814,9 +815,9 @@ def backward_sources(
     most_blocks: int = LARGEST_CLUSTERS[0],
     through_memory: bool = True,
 ) -> tuple[list[Planned], Tile | None]:
-    """The kernels that read the rows, in their order; the tile unless the row is too wide.
+    """The kernels that read the rows, in their order; and the tile, unless the row is too wide.
 
-    ``most_blocks``: the most blocks of a cluster. ``through_memory``: whether those that are no
+    ``most_blocks``: the most blocks of a cluster. ``through_memory``: whether blocks that form no
     cluster may exchange sums.
     """
     found = memory_source(key, device) if through_memory else None
@@ -870,14 +871,14 @@ class Backward:
         self._resident = self._at_once = self._blocks = 0
         if self._tile is not None:
             source, geometry = sources[0]
-            # Of a group, which leaves one partial sum: a pair of blocks has a row each.
+            # Of a group, which writes one partial sum; the blocks of a pair have a row each.
             self._blocks = max(self._tile.cluster, geometry.cluster)
             rows = self._tile.rows * self._blocks // self._tile.cluster
             self._at_once = rows * int(dict(source.defines).get("BATCH", 1))
             self._resident = require_clusters(self._kernels[0], key.columns)
 
     def groups(self, rows: int) -> int:
-        """How many partial sums of each parameter's gradient there will be."""
+        """How many partial sums of each parameter's gradient there are."""
         if self._tile is not None:
             return groups_of(-(-rows // self._at_once), self._resident)
         column_blocks = -(-self._columns // (COLUMN_LANES * self._vec))
@@ -895,12 +896,12 @@ class Backward:
         """Launch.
 
         Args:
-            pointers: of dy, x, what is added (or 0), mu, rsigma, gamma and dx.
+            pointers: of dy, x, the added gradient (or 0), mu, rsigma, gamma and dx.
             partial: pointer to the workspace.
             gradients: pointers of dgamma and dbeta.
             rows: N.
-            strides: elements between rows of dy, of x and of what is added.
-            groups: what :meth:`groups` says.
+            strides: elements between rows of dy, of x and of the added gradient.
+            groups: what :meth:`groups` returns.
         """
         columns = self._columns
         if self._tile is not None:
@@ -931,7 +932,7 @@ _backwards: Plans[Backward] = Plans()
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device.
+    """Kernels of every kind, type and shape that the operators use on such a device.
 
     For compiling ahead, and for the test that each of them compiles.
     """
@@ -969,7 +970,7 @@ def representative_sources(
         yield forward_source(plain, device)[:2]
     for columns in (20480, 65536):  # of four bytes, in a cluster
         yield forward_source(ForwardKey(columns, 4, *(full,) * 4, True, False), device)[:2]
-    for gamma, centred in ((low, False), (low, True), (full, True)):  # where blocks are a cluster
+    for gamma, centred in ((low, False), (low, True), (full, True)):  # blocks of a cluster
         backward = BackwardKey(65536, 8, low, low, gamma, centred, False, low)
         yield from backward_sources(backward, device, through_memory=False)[0]
     for access in (1, 2, 4):  # misaligned memory
@@ -991,9 +992,8 @@ def _forward(
     centred: bool,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """(output, mu, rsigma); None if the arguments are not for this set.
-
-    With a residual the second is the sum.
+    """(output, mu, rsigma), or with a residual (output, sum, rsigma); None if this set does not
+    take the arguments.
     """
     if not (
         (type(input) in PLAIN or is_plain(input))
@@ -1108,7 +1108,7 @@ def _backward(
     zero_centered_gamma: Any,
     add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """(dx, dgamma, dbeta); None if the arguments are not for this set."""
+    """(dx, dgamma, dbeta); None if this set does not take the arguments."""
     if not (
         (type(x) in PLAIN or is_plain(x))
         and (type(dy) in PLAIN or is_plain(dy))

@@ -1,12 +1,12 @@
-// Scaled softmax over rows, forward and backward: plain, under a mask, and causal. A forward with
-// LOSS writes cross entropy instead, and the gradients of its logits: the softmax less one at the
+// Scaled softmax over rows, forward and backward: plain, masked, and causal. A forward with LOSS
+// writes cross entropy instead, and the gradients of its logits: the softmax minus one at the
 // target, times a factor for each row.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as softmax.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (softmax.py) defines
+// KERNEL_<name> and those of the macros below that the kernel needs.
 //
-//   TX, TDY      storage types of the scores (and of an output that is read), of its gradient
-//   TY           storage type of what is written; forward of rows that are read once
+//   TX, TDY      storage types of the scores (backward: the output), and of the output's gradient
+//   TY           storage type of the result; forward of rows that are read once
 //   CAUSAL       1 if query i sees the keys up to i + ahead - 1
 //   MASKED       1 if there is a mask: bytes, not 0 where a key is hidden
 //   MASK_STEP    bytes between the mask's columns, 0 or 1
@@ -14,16 +14,16 @@
 //   LOSS         1 if there are targets; forward, without a mask, not causal
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL, STREWN  how a row is spread over threads: see rows.cuh
-//   LOOPED       1 if a group of threads has several rows, one after the other; forward
-//   WAITING      1 if a row waits in shared memory for its sum, not in registers; forward
+//   LOOPED       1 if a group of threads loops over rows; forward
+//   WAITING      1 if a row waits for its sum in shared memory, not in registers; forward
 //   IN_REGISTERS 1 if a thread keeps its last vectors in registers; backward
-//   STAGES       rows of such a group, or of one of blocks in pieces, that are under way to shared
-//                memory at once
-//   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
+//   STAGES       rows in flight to shared memory, where a group of threads or of blocks loops over
+//                rows
+//   BLOCKS       blocks that must fit on a multiprocessor (bounds the registers)
 //
 // `forward` and `backward` read a row once, and so do `forward_pieces` and `backward_pieces`, whose
-// blocks exchange sums through memory. Rows that do not fit are served by `forward_wide` and
-// `backward_wide`, which read them twice. What a causal form hides is not read.
+// blocks exchange sums through memory. Rows that do not fit go to `forward_wide` and
+// `backward_wide`, which read them twice. Scores that a causal form hides are not read.
 //
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
@@ -49,7 +49,7 @@ using A = Accumulator<TX>::type;
 #if defined(KERNEL_forward) || defined(KERNEL_backward) || defined(IN_PIECES)
 
 #ifdef IN_PIECES
-constexpr int kTogether = 1;  // columns of a block follow each other
+constexpr int kTogether = 1;  // a block's columns are contiguous
 #else
 constexpr int kTogether = CLUSTER;
 #endif
@@ -64,7 +64,7 @@ constexpr int kStep = 1;
 
 #endif
 
-// How many keys the query of a row sees, as far as that follows from its place.
+// How many keys a row's query sees by the causal rule.
 __device__ __forceinline__ int bound_of(long long row, int columns, int queries, int ahead) {
   if constexpr (!CAUSAL) return columns;
   const int query = static_cast<int>(static_cast<unsigned>(row) % static_cast<unsigned>(queries));
@@ -73,8 +73,8 @@ __device__ __forceinline__ int bound_of(long long row, int columns, int queries,
 
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
-// How many columns of a row are asked for. Of a causal one the vectors that begin in front of its
-// bound are wanted; of a strewn one, which a warp asks for together, there are no others.
+// How many columns of a row are copied. Of a causal row each thread copies only vectors that begin
+// before its bound; a strewn row is copied by whole warps, so it ends at the bound.
 __device__ __forceinline__ int asked_of(int bound, int columns) {
   return CAUSAL && STREWN ? bound : columns;
 }
@@ -101,11 +101,10 @@ __device__ __forceinline__ void ask_for(const Piece& piece, unsigned char* slots
 
 #if defined(KERNEL_forward) || defined(KERNEL_forward_pieces) || defined(KERNEL_forward_wide)
 
-// There may be rows of which nothing is visible.
+// Whether rows may have no visible score.
 constexpr bool kHiding = CAUSAL || MASKED || LOSS;
 
-// A mask over the scores: its bytes, and how far those of batches, heads and queries are
-// apart.
+// A mask over the scores: its bytes, and its strides over batches, heads and queries.
 struct Mask {
   const unsigned char* bytes;
   long long batch, head, query;
@@ -121,7 +120,7 @@ struct Mask {
   }
 };
 
-constexpr int kMaskBytes = VEC > 1 ? VEC : 2;  // a vector has no fewer
+constexpr int kMaskBytes = VEC > 1 ? VEC : 2;  // a Vec has at least two
 using Hidden = Vec<unsigned char, kMaskBytes>;
 
 // The mask's bytes of one vector.
@@ -143,13 +142,13 @@ __device__ __forceinline__ Hidden hidden_at(const unsigned char* mask_row, int c
   return result;
 }
 
-// Scores of one vector, the lowest there is where hidden.
+// The scores of one vector; lowest() where hidden.
 __device__ __forceinline__ void scores_of(const Vec<TX, VEC>& stored, const Hidden& hidden,
                                           int column, int bound, A scale, A (&scores)[VEC]) {
   decode(stored, scores);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
-    // Fused with the difference that follows, the largest would not come out as 0.
+    // If it were fused with the subtraction that follows, the largest would not give exactly 0.
     scores[i] = product(scores[i], scale);
     if constexpr (CAUSAL || kStep > 1) {
       scores[i] = column + i * kStep < bound ? scores[i] : lowest<A>();
@@ -166,8 +165,8 @@ __device__ __forceinline__ A largest(const A (&values)[VEC], A so_far) {
   return so_far;
 }
 
-// Adds the weights of scores up with those so far, from which `before` was taken off: `above` is
-// the largest of them all.
+// Adds the weights of scores to `total` (online softmax): `before` is the maximum that was
+// subtracted so far, `above` the maximum of all scores.
 __device__ __forceinline__ void add_up(const A (&scores)[VEC], A before, A above, A& total) {
   const A taken = taken_off_scores(above);
   total *= exponential(before - taken);
@@ -175,7 +174,7 @@ __device__ __forceinline__ void add_up(const A (&scores)[VEC], A before, A above
   for (int i = 0; i < VEC; ++i) total += exponential(scores[i] - taken);
 }
 
-// What is taken off the scores; where nothing is visible, nothing.
+// The value to subtract from the scores; 0 if none is visible.
 __device__ __forceinline__ A taken_off(A highest) {
   return kHiding ? taken_off_scores(highest) : highest;
 }
@@ -184,8 +183,8 @@ __device__ __forceinline__ A share_of(A total) {
   return reciprocal(kHiding && total == A(0) ? A(1) : total);
 }
 
-// Of the highest scores of a row's parts, and their sums with those taken off, as Lanes lanes have
-// them between them: the sum of all, and what is taken off in it.
+// Merges the parts of a row's softmax that Lanes lanes hold, each (highest score, sum of
+// exponentials with that subtracted). Gives the sum of all and returns the value subtracted in it.
 template <int Lanes, int N>
 __device__ __forceinline__ A merge_softmax_parts(const A (&parts)[N][2], A (&total)[1]) {
   A highest[1] = {lowest<A>()};
@@ -200,8 +199,8 @@ __device__ __forceinline__ A merge_softmax_parts(const A (&parts)[N][2], A (&tot
   return taken;
 }
 
-// By what the weights of a row with a target go into gradients, after `taken` was taken off their
-// scores; `column` is that of the target, or -1.
+// The factor with which the weights of a row enter its gradients; `taken` was subtracted from their
+// scores. `column` is that of the target, or -1.
 __device__ __forceinline__ A share_of_gradients(A grad_loss, A total, A taken, int column,
                                                 double z_loss) {
   const A z = static_cast<A>(2 * z_loss);
@@ -211,7 +210,7 @@ __device__ __forceinline__ A share_of_gradients(A grad_loss, A total, A taken, i
 
 #else
 
-// One vector of dx = scale * y * (dy - along), without zeros of negative sign.
+// One vector of dx = scale * y * (dy - along), with -0 turned into 0.
 __device__ __forceinline__ Vec<TX, VEC> gradient(const Vec<TX, VEC>& output,
                                                  const Vec<TDY, VEC>& output_grad, A along,
                                                  A scale) {
@@ -257,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const unsigned step = gridDim.x / CLUSTER * ROWS;
   const A scale = static_cast<A>(factor);
   const Mask hiding = {mask, mask_batch, mask_head, mask_query};
-  // Over the threads that have one maximum: those of the row, but in a cluster of a warp.
+  // Over the threads that subtract the same maximum: those of a row, or in a cluster of a warp.
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
   constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
   ClusterExchange<kWarps, CLUSTER, 2, A> exchange;
@@ -277,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
     commit_copies();
   };
-  // All threads of a block go the same way, also those whose row is not there.
+  // All threads of a block take the same path, also those without a row.
   unsigned first = blockIdx.x / CLUSTER * ROWS;
   const unsigned own = threadIdx.x / LANES;
 #pragma unroll
@@ -327,18 +326,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       A(&scores)[VEC] = weights[WAITING ? 0 : v];
       scores_of(Slots<TX>::read(own_slots, v), hidden[v], column, bound, scale, scores);
       const A above = largest(scores, highest[0]);
-      // Each thread takes off the largest of its own scores so far.
+      // Each thread subtracts the largest of its own scores so far.
       if constexpr (WAITING) add_up(scores, highest[0], above, total[0]);
       highest[0] = above;
     }
-    // What was there is in registers: the slots are free.
+    // The row is in registers: its slots are free.
     if constexpr (LOOPED) {
       Row::release();
       ask_for(row + STAGES * step, slots);
     }
     const A own_highest = highest[0];
     over_near.max(highest);
-    // A warp may have nothing of what is visible of its row.
+    // A warp of a cluster may have no visible score of its row.
     const A taken = CLUSTER > 1 ? taken_off_scores(highest[0]) : taken_off(highest[0]);
 
     if constexpr (WAITING) {
@@ -362,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if constexpr (CLUSTER > 1) {
       A all[decltype(exchange)::kOwn][2];
       exchange({highest[0], total[0]}, all);
-      // Of fewer than 32 warps several lanes have the same one: it counts once.
+      // With fewer than 32 warps several lanes have the same part, which must count once.
       taken_of_row = merge_softmax_parts<least(32, kWarps * CLUSTER)>(all, total);
       share = exponential(highest[0] - taken_of_row);
     }
@@ -389,9 +388,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       Row::put(out + v * Row::kApart, encode<TY>(scores), columns - column);
     }
 #if LOSS
-    // What differs is written again by who has written it, so that nobody else looks at it.
+    // The target's gradient, or an ignored row, is corrected by a second store of the same thread,
+    // so that other threads need not compare their columns.
     const bool ignored = target == ignore;
-    if (ignored) {  // whatever its logits are
+    if (ignored) {  // 0 whatever its logits are
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         const int column = Row::first_column(v, rank);
@@ -426,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_forward_pieces
 
-// The largest of what a thread has of a row, or the least.
+// The largest, or the least, of a thread's values of a row.
 template <bool Least>
 __device__ __forceinline__ A extreme_of(const Vec<TX, VEC> (&row)[VECS], const Piece& piece) {
   constexpr unsigned kInfinite = kIsBFloat<TX> ? 0x7f807f80u : 0x7c007c00u;
@@ -447,7 +447,7 @@ __device__ __forceinline__ A extreme_of(const Vec<TX, VEC> (&row)[VECS], const P
   return Least ? fminf(both[0], both[1]) : fmaxf(both[0], both[1]);
 }
 
-// The exponentials of a row are kept until the slots of the other blocks are there.
+// The exponentials of a row are kept until the slots of the other blocks have arrived.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const unsigned char* __restrict__,
                    TY* __restrict__ y, long long rows, long long x_stride, int columns, int, int,
@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const unsigned count = static_cast<unsigned>(rows);
   struct Held {
     A weights[VECS][VEC];
-    A highest;  // of the block's scores; weights have it taken off
+    A highest;  // of the block's scores; subtracted in the weights
   };
   auto ask = [&](unsigned row, unsigned char* slots) {
     ask_for(piece, slots, x + row * x_stride, row < count);
@@ -472,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     Vec<TX, VEC> stored[VECS];
 #pragma unroll
     for (int v = 0; v < VECS; ++v) stored[v] = Slots<TX>::read(slots, v);
-    // A product is rounded as its factor is ordered: that of the largest number is the largest.
+    // Rounding keeps the order of products: that of the largest number is the largest.
     const A extreme =
         scale < A(0) ? extreme_of<true>(stored, piece) : extreme_of<false>(stored, piece);
     A highest[1] = {Max::combine(lowest<A>(), product(extreme, scale))};
@@ -517,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 
 #ifdef KERNEL_forward_wide
 
-// One block per row, any number of columns.
+// One block per row, with any number of columns.
 extern "C" __global__ void __launch_bounds__(LANES)
     forward_wide(const TX* __restrict__ x, const unsigned char* __restrict__ mask,
                  TX* __restrict__ y, long long rows, long long x_stride, int columns,
@@ -536,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     scores_of(load<ACCESS, VEC>(source + column), hidden_at(mask_row, column, columns), column,
               bound, scale, scores);
   };
-  // Each thread takes off the largest of its own scores so far.
+  // Each thread subtracts the largest of its own scores so far.
   A own = lowest<A>();
   A total[1] = {0};
 #pragma unroll 4
@@ -591,11 +591,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int first = Row::first_column(0, rank);
   const TX* from_y = y + row * y_stride;
   const TDY* from_dy = dy + row * dy_stride;
-  TX* target = dx + (row * columns + first);  // later there are no registers for its parts
+  TX* target = dx + (row * columns + first);  // computed here: later there are no registers for it
   const bool last = row >= Row::first_last(rows, min(y_stride, dy_stride));
   const int asked = Row::in_pieces(asked_of(bound, columns), last);
 
-  // Clusters of which three share a multiprocessor lose 2% by what L2 is asked otherwise.
+  // Where three or more blocks of clusters share a multiprocessor the L2 policy costs 2%.
   constexpr Reading kReading = CLUSTER > 1 && BLOCKS > 2 ? kPlain : kOnce;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
@@ -643,7 +643,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_backward_pieces
 
-// A row and its gradient are kept as they came until the slots of the other blocks are there.
+// A row and its gradient are kept in their storage types until the other blocks' slots have
+// arrived.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     backward_pieces(const TDY* __restrict__ dy, const TX* __restrict__ y, TX* __restrict__ dx,
                     long long rows, long long dy_stride, long long y_stride, int columns, int,
@@ -691,7 +692,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 
 #ifdef KERNEL_backward_wide
 
-// One block per row, any number of columns.
+// One block per row, with any number of columns.
 extern "C" __global__ void __launch_bounds__(LANES)
     backward_wide(const TDY* __restrict__ dy, const TX* __restrict__ y, TX* __restrict__ dx,
                   long long rows, long long dy_stride, long long y_stride, int columns,

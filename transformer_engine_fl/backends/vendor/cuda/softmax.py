@@ -1,10 +1,10 @@
 """The scaled softmax forms in CUDA C++ (``softmax.cu``).
 
-One kernel makes all four forwards, another all four backwards, of rows that fit on the
-chip: in a warp, a block, or a cluster of blocks. Wide rows of which nothing is hidden are those of
-blocks that are no cluster, and what does not fit on the chip has kernels of its own.
-Of rows that fit, the forwards' kernel also makes losses and gradients of cross entropy
-(:func:`run_with_losses`), whose gradients are a softmax less one at the target.
+One kernel serves all four forwards, another all four backwards, for rows that fit on the chip: in a
+warp, a block, or a cluster of blocks. Wide rows without hidden scores are split over blocks that
+form no cluster, and rows that do not fit on the chip have kernels of their own. For rows that fit,
+the forwards' kernel also computes losses and gradients of cross entropy (:func:`run_with_losses`):
+its gradients are a softmax minus one at the target.
 """
 
 from __future__ import annotations
@@ -91,49 +91,49 @@ BACKWARD_CLUSTERS: Final[tuple[Team, ...]] = (
 LONG_TEAMS: Final[tuple[Team, ...]] = ((512, 4), (512, 8))
 """Teams of a backward in half precision that hold up to 8 vectors a thread.
 
-Of more than HELD elements the last vectors of both tensors are in registers: what is left in
-shared memory has room for a second block on a multiprocessor.
+If a thread holds more than HELD elements, its last vectors of both tensors are in registers, which
+leaves shared memory for a second block on a multiprocessor.
 """
 USUAL: Final = 4
-"""Vectors of a thread, where they are whole."""
+"""Vectors of a thread, at most, if they are of 16 bytes."""
 WARP_VECTORS: Final = 8
-"""The same of a forward within a warp, which waits for no other."""
+"""The same for a forward within a warp, which waits for no other warp."""
 WIDE_LANES: Final = 1024
 RESIDENT: Final = 1024
-"""Threads of a multiprocessor; leaves each the registers for what it holds of a row."""
+"""Threads of a multiprocessor; so many leave each enough registers for its part of a row."""
 BACKWARD_RESIDENT: Final = 1536
-"""The same where blocks of a backward share a row: it waits in shared memory meanwhile."""
+"""The same where blocks of a backward share a row, which waits in shared memory."""
 HELD: Final = 32
-"""Elements of a thread for which those registers suffice; fewer threads hold more."""
+"""Elements of a thread for which those registers suffice; with more there are fewer threads."""
 LOOPED_FROM: Final = 2**14 + 1
-"""Columns from which there are no more groups of a forward than run at once.
+"""Columns from which a forward is persistent: it has no more groups than run at once.
 
-Each has several rows then, of which the next is under way while one is computed: too few of
-so wide rows are on a multiprocessor at once for them to do that for each other.
+Each group loops over rows and prefetches the next one: a multiprocessor holds too few rows of this
+width at once for blocks to hide each other's latency.
 """
 SPREAD: Final = range(4097, 8193)
-"""Columns of which each thread of a forward has two vectors instead of four."""
+"""Columns of rows of which each thread of a forward has two vectors instead of four."""
 SPREAD_RESIDENT: Final = 2048
-"""Threads of a multiprocessor that have them."""
+"""Threads of a multiprocessor for such rows."""
 STAGES: Final = 2
-"""Rows of such a group that are under way to shared memory at once."""
+"""Rows in flight to shared memory in a group that loops over rows."""
 WAITING: Final = (range(4097, 8192), range(8193, 262145))
-"""Columns of plain forwards in half precision that wait in shared memory for their sum.
+"""Columns of plain forwards in half precision whose rows wait for their sum in shared memory.
 
-Not in registers, so that several small blocks are on a multiprocessor, each with a row, or a
-part of one, of its own: while one writes, the others load. As measured with bfloat16 and 24
-widths; of 8,192 columns, and of fewer, nothing gained, and causal rows lost.
+Not in registers, so that several small blocks are on a multiprocessor, each with its own row or
+part of a row: while one stores, the others load. Measured with bfloat16 and 24 widths; with 8,192
+columns, or with 4,096 and fewer, nothing was gained, and causal rows got slower.
 """
 FORWARD_PIECES: Final = (
     (range(57_345, 163_840), Piece(32, 8, 12)),
     (range(163_840, 262_145), Piece(64, 8, 6, 2)),
 )
-"""What a block has, by columns, of plain forwards in half precision whose rows are those of several
-blocks that are no cluster, where all of a grid may run at once. As measured with bfloat16 and 13
+"""The piece of a block, by columns, for plain forwards in half precision whose rows are split over
+blocks that form no cluster, where cooperative launches are available. Measured with bfloat16 and 13
 widths.
 """
 BACKWARD_PIECES: Final = ((range(40_961, 262_145), Piece(32, 8, 8)),)
-"""The same of backwards; with eight widths."""
+"""The same for backwards; measured with eight widths."""
 WAITING_TEAMS: Final[tuple[Team, ...]] = (
     (128, 1),
     (256, 1),
@@ -143,19 +143,19 @@ WAITING_TEAMS: Final[tuple[Team, ...]] = (
     (256, 8),
 )
 LOSS_TEAMS: Final[tuple[Team, ...]] = ((128, 1), (512, 1), (256, 2), (128, 8), (256, 8))
-"""The same where losses and gradients are made of such rows."""
+"""The same for losses and gradients of such rows."""
 WAITING_VECTORS: Final = 16
-"""Vectors of a thread of those rows, at most."""
+"""Vectors of a thread, at most, of waiting rows."""
 WAITING_RESIDENT: Final = 1536
-"""Threads of a multiprocessor, at most, that have such rows; of at least two blocks."""
+"""Threads of a multiprocessor, at most, for waiting rows; in at least two blocks."""
 STREWN_VECTORS: Final = 6
-"""Vectors of a thread, within a block, of rows that begin anywhere."""
+"""Vectors of a thread, within a block, of strewn rows."""
 STREWN_FOURS_BACKWARD: Final = 513
-"""Columns from which those of a backward are strewn if they lie in vectors of four."""
+"""Columns from which rows of a backward are strewn if they divide into vectors of four."""
 STREWN_WAITING_FROM: Final = 13_825
-"""Columns from which those of a forward wait, also under a mask."""
+"""Columns from which strewn rows of a forward wait, also under a mask."""
 STREWN_WAITING: Final = (9, 13)
-"""Vectors of a thread of rows that wait so, within a block and in a cluster."""
+"""Vectors of a thread of strewn rows that wait, within a block and in a cluster."""
 MOST_ROWS: Final = 2**31 - 2**14
 
 
@@ -169,11 +169,11 @@ def row_tile(
     """The tile of rows that are read once; None if a row does not fit on the chip.
 
     Args:
-        columns: of a row.
+        columns: columns of a row.
         sizes: bytes of an element of each tensor that is kept, the scores or output first.
         device: where it runs.
-        most_blocks: that may share a row.
-        strewn: whether vectors are.
+        most_blocks: blocks of a cluster, at most.
+        strewn: whether rows are strewn.
     """
     forward = len(sizes) == 1
     if strewn:
@@ -205,9 +205,9 @@ def row_tile(
 def _strewn_tiles(
     columns: int, forward: bool, device: _launch.Limits, most_blocks: int
 ) -> Iterator[Tile]:
-    """Those of rows that begin anywhere, of which the first that fits serves."""
+    """Tiles of strewn rows; the first that fits is taken."""
     tile = strewn_tile(columns, STREWN_VECTORS, WARPS)
-    if tile is not None:  # of a forward in registers; wider ones wait where they can
+    if tile is not None:  # in a forward in registers; wider ones wait if they can
         wide = forward and columns >= STREWN_WAITING_FROM
         resident = RESIDENT if forward else BACKWARD_RESIDENT
         yield with_blocks(tile, RESIDENT // 2 if wide else resident)
@@ -227,8 +227,8 @@ def waiting_tile(
 ) -> Tile | None:
     """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters.
 
-    ``most_blocks``: that may share a row. ``losses``: whether they have targets. ``strewn``:
-    whether vectors are.
+    ``most_blocks``: blocks of a cluster, at most. ``losses``: whether rows have targets.
+    ``strewn``: whether rows are strewn.
     """
     if size != 2 or not device.has_clusters:
         return None
@@ -257,7 +257,7 @@ def in_registers(tile: Tile, sizes: tuple[int, ...]) -> bool:
 
 
 def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
-    """STAGES, or what shared memory has room for."""
+    """STAGES, or as many as fit into shared memory."""
     blocks = max(1, RESIDENT // tile.threads)
     room = device.shared_per_multiprocessor // blocks - SHARED_PER_BLOCK
     room = min(room, device.shared_per_block) - _exchanged(tile, sizes)
@@ -265,17 +265,17 @@ def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
 
 
 def _fits(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> bool:
-    """Whether a block has the shared memory for its part of a row."""
+    """Whether a block's part of a row fits into shared memory."""
     return _shared_bytes(tile, sizes) + _exchanged(tile, sizes) <= device.shared_per_block
 
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
-    """Of a row that is kept there."""
+    """Bytes of shared memory for a block's part of a row."""
     return replace(tile, vecs=tile.vecs - in_registers(tile, sizes)).kept(*sizes)
 
 
 def _exchanged(tile: Tile, sizes: tuple[int, ...]) -> int:
-    """Bytes in which warps exchange the largest score and the sum, or a backward its sum."""
+    """Bytes through which warps exchange a forward's maximum and sum, or a backward's sum."""
     forward = len(sizes) == 1
     counters = COUNTER_BYTES if forward and tile.cluster > 1 else 0
     return exchange_bytes(tile, 2 if forward else 1, sizes[0]) + counters
@@ -286,18 +286,18 @@ def _exchanged(tile: Tile, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a kernel depends on, besides the device.
+    """What a kernel depends on, beside the device.
 
     Attributes:
-        columns: of a row.
+        columns: columns of a row.
         access: elements that one access may cover.
         x: dtype of the scores, or of the output.
         dy: dtype of the output's gradient; None in a forward.
         causal: whether later keys are hidden.
         mask_step: bytes between the columns of the mask; None without one.
-        mask_access: whether vectors of the mask may be read as such.
-        gradients: dtype of what a forward writes instead, with the losses, if it is to write
-            cross entropy and its gradients.
+        mask_access: whether a vector of the mask may be read in one access.
+        gradients: dtype of the logits' gradients, if the forward writes cross entropy and its
+            gradients.
     """
 
     columns: int
@@ -311,24 +311,24 @@ class Key:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is hidden."""
+        """Whether no score is hidden."""
         return self.mask_step is None and not self.causal
 
     @property
     def strewn(self) -> bool:
-        """Whether the elements of a vector are, as of rows that begin anywhere."""
+        """Whether rows are strewn: see :class:`Tile`."""
         size = SIZES[self.x]
         if self.dy is not None:
             return is_strewn(self.columns, size, SIZES[self.dy], fours=STREWN_FOURS_BACKWARD)
         if self.gradients is not None:
             return is_strewn(self.columns, size, fours=0)
-        # Of a mask neighbouring bytes are read at once where they lie so.
+        # With an even number of columns a mask is read several bytes at a time, unless strewn.
         return is_strewn(self.columns, size) and (self.mask_step is None or self.columns % 2 > 0)
 
 
 def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
-    """How rows are spread whose blocks are no cluster, how many are under way, and the bytes of a
-    block; None for other rows, and where there is no room.
+    """The tile of rows whose blocks form no cluster, the rows in flight, and the bytes of shared
+    memory of a block; None for other rows, and if they do not fit.
     """
     sizes = [SIZES[it] for it in (key.x, key.dy) if it is not None]
     if not key.plain or key.gradients is not None or set(sizes) != {2} or key.columns % 8:
@@ -337,7 +337,7 @@ def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
     if not found:
         return None
     tile, piece = found[0]
-    sums = 2 if key.dy is None else 1  # numbers of a row, also among the warps of a block
+    sums = 2 if key.dy is None else 1  # of a row, also exchanged by the warps of a block
     shared = room_for_pieces(tile, tuple(sizes), sums, device, piece.stages)
     return None if shared is None else (tile, piece.stages, shared)
 
@@ -350,8 +350,8 @@ def source(
 ) -> tuple[Specialisation, _launch.Geometry, Tile | None]:
     """The kernel, and its tile unless the row is too wide for one.
 
-    ``most_blocks``: of a cluster. ``through_memory``: whether blocks that are none may
-    exchange sums.
+    ``most_blocks``: blocks of a cluster, at most. ``through_memory``: whether blocks that form no
+    cluster may exchange sums.
     """
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
@@ -409,7 +409,7 @@ class Plan:
     """A kernel on a device.
 
     Attributes:
-        whole: whether a row fits on the chip. Of losses there is no kernel otherwise.
+        whole: whether a row fits on the chip. Otherwise there is no kernel for losses.
     """
 
     __slots__ = ("_cluster", "_kernel", "_most", "_rows", "_through_memory", "whole")
@@ -446,7 +446,7 @@ _plans: Plans[Plan] = Plans()
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """Kernels of every kind, type and shape that the operators use on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     keys = []
     narrow, wide = (1, 129, 1024, 2052, 4096, 5003, 5120, 8192), (32768, 50_257, 65536, 151_936)
@@ -475,7 +475,7 @@ def representative_sources(
 
 
 def _accepts(*tensors: Tensor) -> bool:
-    """Whether these are scores for this set."""
+    """Whether this set takes these tensors as scores."""
     return all(
         (type(tensor) in PLAIN or is_plain(tensor))
         and on_device(tensor)
@@ -550,8 +550,8 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
 
     Returns:
-        Whether that was done: a row must fit on the chip and, unless it is strewn, lie in whole
-        vectors. The target's score is read when the row is written, so not in place.
+        Whether that was done: a row must fit on the chip and, unless it is strewn, be whole
+        vectors. Not in place: the target's score is read while the row is written.
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]

@@ -1,16 +1,16 @@
-// The second stage of a sum over rows: adding up the partial sums that groups of rows left.
+// The second stage of a sum over rows: adds up the partial sums of groups of rows.
 //
-// As in every .cu file of this folder, the host (_sums.py) defines KERNEL_<name> and what
-// the kernel needs:
+// As for every .cu file of this folder, the host (_sums.py) defines KERNEL_<name> and the kernel's
+// macros:
 //
 //   TS     type of the partial sums: float32 or float64
 //   TW     type of the results
 //   VEC    columns of a thread
 //   LANES  threads of a block
-//   WARPS  warps that share out the groups of the same columns: all of the block, each covering
-//          32 * VEC columns; or 1, and a thread adds up all groups of its own
+//   WARPS  warps among which the groups of the same columns are divided: all of the block, each
+//          covering 32 * VEC columns; or 1, and a thread adds up all groups of its columns
 //
-// Nothing is added atomically, so the same call gives the same bits.
+// There are no atomics, so the same call gives the same bits.
 
 #include "cluster.cuh"
 #include "memory.cuh"
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
   TS total[VEC] = {};
   wait_for_predecessor();
 #if WARPS == 1
-  // In shared memory: of loads into registers the compiler keeps but a few under way.
+  // Through shared memory: the compiler keeps only a few loads into registers in flight.
   constexpr int kBatch = 16;
   static_assert(sizeof(TS) * VEC == 16, "a copy for each group");
   __shared__ __align__(16) unsigned char waiting[kBatch][LANES][16];
@@ -57,13 +57,14 @@ extern "C" __global__ void __launch_bounds__(LANES)
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (column < columns) {
-    constexpr int kBatch = 8;  // loads under way at once, also in the last round
+    constexpr int kBatch = 8;  // loads in flight at once, also in the last iteration
 #pragma unroll 1
     for (int first = warp; first < groups; first += kBatch * WARPS) {
       Vec<TS, VEC> batch[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        // Past the end the last group again, unused: a branch would break up the loads.
+        // Past the end, loads the last group again without using it: a branch would split the
+        // loads.
         const int group = least(first + i * WARPS, groups - 1);
         batch[i] = load_written<VEC>(source + static_cast<long long>(group) * columns);
       }
