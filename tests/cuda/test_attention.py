@@ -60,6 +60,15 @@ def test_what_cudnn_does_not_do_is_left_to_others(
         attention.fused_attn_fwd(*args, **options)
 
 
+@pytest.mark.parametrize("far", range(3))
+def test_what_lies_behind_32_bits_is_left_to_others(far: int) -> None:
+    args = list(heads())
+    behind = torch.empty(2**31 + 1024, dtype=LOW)  # no page of it is touched
+    args[far] = behind.as_strided((2, 16, 4, 16), (2**31, 64, 16, 1))
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match="more than cuDNN counts"):
+        attention.fused_attn_fwd(*args)
+
+
 def unaligned(tensor: Tensor) -> Tensor:
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends._memory import extent
 from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, refuse, taken
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
@@ -30,6 +31,8 @@ _LEAST_CUDNN: Final = 90000
 _ALIGNMENT: Final = 16
 """Bytes. torch tells cuDNN that tensors are so aligned, even if they are not; cuDNN then reads
 memory before their addresses."""
+_MOST_ELEMENTS: Final = 2**31
+"""Its kernels compute offsets in 32 bits: what lies behind them gets wrong values, without an error."""
 
 _forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 _backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
@@ -83,6 +86,9 @@ def _declined(
     width = q.shape[-1]
     if v.shape[-1] != width or width % 8 or width > _WIDEST:
         return f"heads must have a width of 8, 16, ... {_WIDEST}, that of values too"
+    widest = max(max(extent(it), it.numel()) for it in (q, k, v))
+    if widest > _MOST_ELEMENTS:
+        return f"a tensor spans {widest} elements, more than cuDNN counts, {_MOST_ELEMENTS}"
     return None
 
 
