@@ -288,8 +288,11 @@ def test_an_unmodified_model_generates_as_it_does_without(prefer: str, compiled:
             undo()
         assert error(found, right) <= bound
     if not compiled:
+        # cuDNN's plans want tokens before heads in memory; of repeated keys heads come first.
+        attention = {"aten::scaled_dot_product_attention"}
+        assert attention <= {name for name, _ in ran}, ran
         served = {name for name, impl in ran if impl == IDS[prefer]}
-        assert {"aten::mm", "aten::silu", "aten::scaled_dot_product_attention"} <= served, ran
+        assert {"aten::mm", "aten::silu"} <= served, ran
 
 
 def encoder(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from small_gpt import GPT, LARGE, Trainer, batches, error, exact, gradients
 from torch import Tensor
 
 import transformer_engine_fl as te
+from transformer_engine_fl.backends._lists import MOST_TABLES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -234,6 +235,8 @@ def test_a_whole_step_in_a_graph_gives_the_same_bits(prefer: str, kind: str, way
         check_same(*results)
 
 
+# torch itself: it captures on another stream than the one it warms up on.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("prefer", SETS)
 def test_blocks_made_graphed_callables_give_the_same_bits(prefer: str) -> None:
     with policy(prefer, "deterministic", "graph_safe"):
@@ -315,10 +318,12 @@ def test_memory_does_not_grow_from_step_to_step(prefer: str, kind: str) -> None:
     trainer = Trainer(model, LR)
     seen = []
     with policy(prefer):
-        for _ in range(23):
+        for _ in range(MOST_TABLES + 40):
             trainer.train(given[:1])
             seen.append(torch.cuda.memory_allocated())
-    assert seen[3:] == [seen[3]] * 20
+    # Addresses of gradients differ from step to step, and their tables come and go, but so many.
+    grown = max(seen[-10:]) - min(seen[MOST_TABLES : MOST_TABLES + 10])
+    assert grown < 2**16, seen
 
 
 # torch itself: it does not know of every wait.

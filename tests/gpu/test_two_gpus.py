@@ -329,6 +329,8 @@ def test_a_model_trains_alike_on_either_device(prefer: str) -> None:
         check_same(trained(prefer, DEVICES[0]), right)
 
 
+# torch itself: weights that are copied to the other device get their gradients from its stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("prefer", SETS)
 def test_a_model_with_a_part_on_each_device_has_the_same_gradients(prefer: str) -> None:
     (batch,) = batches(SHAPE, 1, DEVICES[0])

@@ -32,7 +32,7 @@ _ALIGNMENT: Final = 16
 """Bytes. torch tells cuDNN that tensors are so aligned, even if they are not; cuDNN then reads
 memory before their addresses."""
 _MOST_ELEMENTS: Final = 2**31
-"""Its kernels compute offsets in 32 bits: what lies behind them gets wrong values, without an error."""
+"""Its kernels compute offsets in 32 bits; beyond that they give wrong values without an error."""
 
 _forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 _backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
