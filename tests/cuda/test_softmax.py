@@ -319,6 +319,7 @@ def test_values_of_every_width(columns: int, dtype: torch.dtype) -> None:
         x = values(rows, columns + 8, dtype=dtype, seed=1)[:, skip : columns + skip]
         mask = values(rows, columns, dtype=torch.float32, seed=2) > 1
         y = check("scaled_softmax_forward", x, 0.5)
+        x[rows - 2] = float("-inf")
         check("scaled_masked_softmax_forward", x, mask, 0.5)
         check("scaled_aligned_causal_masked_softmax_forward", x)
         dy = values(rows, columns + 8, dtype=dtype, seed=3)[:, skip : columns + skip]
@@ -402,6 +403,7 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
     x[1].view(-1, 256)[::2] = float("-inf")  # all that some warps have
     y = check("scaled_softmax_forward", x, 0.5)
     assert torch.equal(softmax.scaled_softmax_forward(x[2:4], 0.5), y[2:4])
+    x[4] = float("-inf")
     hidden = torch.rand(rows, columns, generator=generator).to(device) > 0.5
     hidden[0] = True
     assert not check("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()

@@ -38,6 +38,8 @@ def test_a_row_in_pieces(name: str, dtype: torch.dtype, pieces: bool, device: st
     shape = (2, 5, 100) if pieces else (1, 2, 70001)
     scores = (torch.randn(shape) * 3).to(device, dtype)
     hidden = ()
+    if name != "scaled_softmax":
+        scores[..., -1, :] = float("-inf")
     if name == "scaled_masked_softmax":
         mask = torch.randn(shape, device=device) > 0.4
         mask[..., 0, :] = True
@@ -53,6 +55,7 @@ def test_a_row_in_pieces(name: str, dtype: torch.dtype, pieces: bool, device: st
 def test_a_row_in_parts(name: str, cut: Cut, device: str) -> None:
     scores = (torch.randn(2, 3, 2600) * 3).to(device, torch.bfloat16)
     scores[0, 0, :2048] = float("-inf")  # all that a part has
+    scores[1, 1] = float("-inf")
     hidden = ()
     if name == "scaled_masked_softmax":
         mask = torch.randn(scores.shape, device=device) > 0.4

@@ -68,6 +68,22 @@ def test_a_row_that_is_hidden_whole_is_zero_and_gets_no_gradient() -> None:
     assert gradient[1, 1] == 0
 
 
+def test_a_row_whose_visible_scores_are_all_minus_infinity_is_as_one_that_sees_nothing() -> None:
+    inf = torch.inf
+    x = torch.tensor([[-inf, 1, 1], [-inf, -inf, 1], [-inf, 2, -inf]], dtype=torch.float64)
+    x.requires_grad_()
+    mask = torch.tensor([False, False, True])
+    causal = [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
+    for output, right in (
+        (functional.scaled_masked_softmax(x, mask), [[0, 1, 0], [0, 0, 0], [0, 1, 0]]),
+        (UPPER(x), causal),
+        (ALIGNED(x), causal),
+    ):
+        assert output.tolist() == right
+        (gradient,) = torch.autograd.grad(output.square().sum(), x)
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize("low", [0.0, -9000.0, -30000.0])
 def test_what_is_hidden_stays_so_however_low_the_visible_scores(low: float) -> None:
     x = torch.tensor([[low, low, low + 1]])

@@ -137,7 +137,7 @@ def _future(input: Tensor) -> Tensor:
 
 def _of_visible(input: Tensor, scale: float, hidden: Tensor) -> Tensor | Between:
     """Softmax of visible keys; accepts 0 and NaN for hidden keys of a row with visible NaN."""
-    expected = _softmax(input, scale, hidden)
+    expected = _softmax(input, scale, hidden | (input.double() * scale).isneginf())
     free = hidden & expected.isnan()
     if not free.any():
         return expected
@@ -387,9 +387,9 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.
     """Softmax of scaled scores over the last dimension, over what a mask leaves visible.
 
     As :func:`scaled_softmax_forward`, with the sum over visible keys only; hidden keys
-    give 0, and so does a row in which every key is hidden. (Kernels that replace a hidden score
-    by -10000 give the same result while visible scores stay above about -9900.) In rows
-    whose visible keys give NaN, hidden keys give 0 or NaN.
+    give 0, and so does a row in which every key is hidden or has the score ``-inf``. (Kernels
+    that replace a hidden score by -10000 give the same result while visible scores stay above
+    about -9900.) In rows whose visible keys give NaN, hidden keys give 0 or NaN.
 
     Args:
         input: ``[..., sq, sk]``; float32, bfloat16, float16 or float64.
@@ -443,7 +443,8 @@ def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0
     """Causal softmax of scaled scores: query i sees the keys up to i.
 
     As :func:`scaled_softmax_forward`, with the sum over keys ``k <= i`` only; the upper
-    triangle, ``k > i``, gives 0, or NaN in rows whose visible keys give NaN.
+    triangle, ``k > i``, gives 0, or NaN in rows whose visible keys give NaN. A row whose
+    visible scores are all ``-inf`` gives 0.
 
     Args:
         input: ``[..., s, s]``; float32, bfloat16, float16 or float64.
@@ -496,7 +497,8 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1
 
     As :func:`scaled_softmax_forward`, with the sum over keys ``k <= i + sk - sq`` only;
     later keys give 0, or NaN in rows whose visible keys give NaN. If sq is larger
-    than sk, the first ``sq - sk`` rows see no key and give 0.
+    than sk, the first ``sq - sk`` rows see no key and give 0, as rows do whose visible
+    scores are all ``-inf``.
 
     Args:
         input: ``[..., sq, sk]``; float32, bfloat16, float16 or float64.

@@ -25,9 +25,10 @@ def _softmax(input: Tensor, scale: float, hidden: Tensor | None = None) -> Tenso
     scores = input.to(math_dtype(input.dtype)) * scale
     if hidden is None:
         return as_output(scores.softmax(-1), input.dtype)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    # Also clears the rows in which everything is hidden, where softmax is 0 / 0.
-    return as_output(weights.masked_fill(hidden, 0), input.dtype)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    # In a row without any score above -inf softmax is 0 / 0.
+    empty = scores.isneginf().all(-1, keepdim=True)
+    return as_output(scores.softmax(-1).masked_fill(hidden | empty, 0), input.dtype)
 
 
 def _gradient(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tensor:
