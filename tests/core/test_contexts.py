@@ -203,7 +203,7 @@ class _Coroutine:
 def test_what_goes_on_after_its_call_is_not_decorated(
     function: Callable[..., Any], name: str
 ) -> None:
-    said = f"put a with block into '{name}' instead"
+    said = f"put a with block inside '{name}' instead"
     with pytest.raises(ConfigurationError, match=said):
         with_preference("reference")(function)
 
@@ -221,7 +221,7 @@ def test_a_block_decorates_whatever_is_done_when_its_call_is(manager: OpManager)
     ("given", "found"), [(_Coroutine, "the class '_Coroutine'"), (3, "3"), (None, "None")]
 )
 def test_what_is_no_function_is_not_decorated(given: Any, found: str) -> None:
-    said = f"policy_context decorates functions, and got {found}; decorate its methods"
+    said = f"policy_context can decorate functions only, got {found}; decorate its methods"
     with pytest.raises(ConfigurationError, match=said):
         with_preference("reference")(given)
 

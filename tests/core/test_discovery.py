@@ -156,7 +156,9 @@ def test_a_plugin_that_states_no_version_is_of_the_first(
     modules(name)
     manager = started()
     assert ids(manager) == []
-    assert "written for plugin API 1, this is 2" in str(report(manager, f"module {name}").error)
+    assert "written for plugin API 1, this version has 2" in str(
+        report(manager, f"module {name}").error
+    )
 
 
 def test_an_unknown_operator_may_be_one_that_was_left_out(
@@ -179,7 +181,7 @@ def test_an_entry_point_that_names_no_module_is_left_out_alone(
     manager = started()
     assert set(ids(manager)) == {f"{name}.one", f"{name}.two"}
     said = str(report(manager, "entry point acme").error)
-    assert f"its entry point is {value!r}, and must be 'module' or 'module:function'" in said
+    assert f"its entry point is {value!r}; it must be 'module' or 'module:function'" in said
 
 
 @pytest.mark.parametrize("metadata", [None, b"", b"\xff\xfe", b"Metadata-Version: 2.1\n"])
@@ -305,15 +307,15 @@ BROKEN = {
     "has no register": ("x = 1", r"PluginError: .*\.py: has neither register"),
     "misspells register": (
         "def registre(registry): ...\n",
-        "has neither register.*; is its 'registre' meant to be that",
+        "has neither register.*; did you mean its 'registre'",
     ),
     "another API version": (
         GOOD + f"TE_FL_PLUGIN_API = {PLUGIN_API + 1}\n",
-        f"PluginError: .* written for plugin API {PLUGIN_API + 1}, this is {PLUGIN_API}",
+        f"PluginError: .* written for plugin API {PLUGIN_API + 1}, this version has {PLUGIN_API}",
     ),
     "an API version that is no number": (
         GOOD + "TE_FL_PLUGIN_API = '1'\n",
-        f"plugin API '1', which is no number; this is {PLUGIN_API}",
+        f"TE_FL_PLUGIN_API is '1', not an integer; this version has plugin API {PLUGIN_API}",
     ),
     "raises half-way": (GOOD + "    raise KeyError('half-way')\n", "KeyError: 'half-way'"),
     "registers nonsense half-way": (
@@ -347,11 +349,11 @@ BROKEN = {
     ),
     "yields what it should register": (
         "from core_helpers import impl\ndef register(registry):\n    yield impl('lost')\n",
-        "gave back a generator and registered nothing.* registry.register_impl",
+        "returned a generator and registered nothing.* registry.register_impl",
     ),
     "returns what it should register": (
         "from core_helpers import impl\ndef register(registry):\n    return [impl('lost')]\n",
-        "gave back a list and registered nothing",
+        "returned a list and registered nothing",
     ),
 }
 
@@ -450,7 +452,7 @@ def test_what_a_plugin_left_out_has_registered_past_its_register_is_named(
     manager = get_default_manager()
     manager.ensure_initialized()
     for name in names:
-        said = f"registered meanwhile past its register(registry), and kept: scale/{name}.past"
+        said = f"registered directly, outside register(registry), and kept: scale/{name}.past"
         assert said in str(report(manager, f"module {name}").error)
         assert sum(said in it.getMessage() for it in caplog.records) == 1
         assert f"{name}.past" in ids(manager)
@@ -465,7 +467,9 @@ def test_what_is_registered_after_register_has_ended_is_refused_and_not_lost(
     modules(kept, broken)
     started()
     for name in (kept, broken):
-        with pytest.raises(RegistrationError, match=r"scale/acme: .* has ended; .* get_default_m"):
+        with pytest.raises(
+            RegistrationError, match=r"scale/acme: .* has returned; .* get_default_m"
+        ):
             sys.modules[name].later.register_impl(impl("acme"))
 
 
@@ -560,7 +564,7 @@ def test_a_module_that_does_not_exist_is_reported(modules: Callable[..., None]) 
     modules("no_such_module_of_ours")
     manager = started()
     said = report(manager, "module no_such_module_of_ours")
-    missing = "No module named 'no_such_module_of_ours'; it was looked for on sys.path"
+    missing = "No module named 'no_such_module_of_ours'; searched sys.path"
     assert str(said.error).startswith(f"ModuleNotFoundError: {missing}")
 
 

@@ -34,7 +34,7 @@ def manager() -> OpManager:
 
 TEXT = """\
 scale(device=cpu, dtype=float32): 'reference.torch' serves
-  - default.flagos (flagos, priority 150): device 'cpu' is not among cuda
+  - default.flagos (flagos, priority 150): device 'cpu' is not supported; supported: cuda
   - vendor.acme (vendor:Acme, priority 100): needs architecture sm_90 or newer; \
 device 'cpu' has none
   - vendor.zeta (vendor:zeta, priority 90): not available: no chip
@@ -43,7 +43,7 @@ device 'cpu' has none
 
 TABLE = """\
    implementation   kind         priority  reason
--  default.flagos   flagos       150       device 'cpu' is not among cuda
+-  default.flagos   flagos       150       device 'cpu' is not supported; supported: cuda
 -  vendor.acme      vendor:Acme  100       needs architecture sm_90 or newer; device 'cpu' has none
 -  vendor.zeta      vendor:zeta  90        not available: no chip
 *  reference.torch  reference    50        choice 3, 'reference' (default)
@@ -122,7 +122,7 @@ def test_a_reason_names_the_variable_that_decided(monkeypatch: pytest.MonkeyPatc
     assert "choice 1, 'vendor:zeta' (TE_FL_PER_OP=scale=vendor:zeta|reference)" in text
     assert "vendor 'Acme' is denied (TE_FL_DENY_VENDORS=acme)" in text
     assert "not in the order 'vendor:zeta|reference' of 'scale' (TE_FL_PER_OP=" in text
-    assert "strict: only 'vendor.zeta', the first, may serve (TE_FL_STRICT=on)" in text
+    assert "strict: only the first candidate, 'vendor.zeta', may serve (TE_FL_STRICT=on)" in text
 
 
 def test_before_any_tensor_is_seen_conditions_on_one_are_left_open() -> None:
@@ -151,7 +151,8 @@ def test_an_operator_that_nobody_implements_is_explained() -> None:
     decision = manager.explain("scale", StubTensor())
     assert decision.selected is None
     assert str(decision) == (
-        "scale(device=cpu, dtype=float32): nothing serves\n  nothing is registered for it"
+        "scale(device=cpu, dtype=float32): no implementation serves\n"
+        "  no implementation is registered"
     )
     assert json.loads(decision.to_json())["candidates"] == []
 
@@ -253,7 +254,7 @@ def test_what_if_judges_by_the_machine_named_and_not_by_this_one() -> None:
     assert newer.selected is not None
     assert newer.selected.impl_id == "hopper"
     assert asked == []  # this machine's answers say nothing of that one
-    assert "assumed" in str(decision)
+    assert "assumes that" in str(decision)
     assert json.loads(decision.to_json())["arch"] == "sm_80"
 
 
@@ -301,7 +302,10 @@ def test_what_if_leaves_open_what_is_not_named() -> None:
         True,
         "choice 1, 'flagos' (default); subject to dtype float16; arch sm_80 or newer",
     )
-    assert what_if(manager, device="npu")["kernel"] == (False, "device 'npu' is not among cuda")
+    assert what_if(manager, device="npu")["kernel"] == (
+        False,
+        "device 'npu' is not supported; supported: cuda",
+    )
 
 
 def test_what_if_takes_a_dtype_as_torch_prints_it() -> None:
@@ -319,17 +323,17 @@ def test_what_if_follows_the_policy() -> None:
 
 @pytest.mark.parametrize("arch", ["hopper", "90", (9, 0)])
 def test_what_is_no_architecture_is_refused(manager: OpManager, arch: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"no architecture name; examples: 'sm_90'"):
+    with pytest.raises(ConfigurationError, match=r"not an architecture name; examples: 'sm_90'"):
         manager.explain_for("scale", device="cuda", arch=arch)
 
 
 @pytest.mark.parametrize("device", ["CUDA", None, "a gpu", "", "cuda:x", 0])
 def test_what_is_no_device_type_is_refused(manager: OpManager, device: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"device: {device!r} is no device type"):
+    with pytest.raises(ConfigurationError, match=f"device: {device!r} is not a device type"):
         manager.explain_for("scale", device=device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_an_architecture_of_gpus_is_refused_for_a_cpu(manager: OpManager, device: str) -> None:
-    with pytest.raises(ConfigurationError, match="'sm_90' is an architecture of GPUs"):
+    with pytest.raises(ConfigurationError, match="'sm_90' is a GPU architecture"):
         manager.explain_for("scale", device=device, arch="sm_90")

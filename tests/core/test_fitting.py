@@ -180,7 +180,7 @@ def test_a_predicate_that_no_call_can_be_asked_of_is_refused_at_registration(
     with pytest.raises(SignatureMismatchError, match=f"and {reason}\n") as caught:
         asked_by(supports)
     text = str(caught.value)
-    assert text.startswith("blend/mine: supports() is asked with the arguments of the call, ")
+    assert text.startswith("blend/mine: supports() is called with the operator's arguments, and ")
     assert "\n  contract   (x: Any, y: Any, alpha: float = 0.5" in text
     assert "\n  supports() (" in text
 
@@ -357,7 +357,7 @@ def test_an_option_that_is_not_named_counts_as_unsupported(
     assert run(*args, **kwargs)[0] == "full"
     verdict = manager.explain("blend", *args, **kwargs).verdicts[0]
     assert (verdict.impl.impl_id, verdict.cause) == ("mine", "option")
-    assert f"does not take the option {option!r}" in verdict.reason
+    assert f"does not support the option {option!r}" in verdict.reason
     assert not manager.quarantine.held()
 
 
@@ -373,7 +373,7 @@ def test_an_option_that_is_not_named_is_reported_without_reading_a_tensor(value:
     manager = two(narrow)
     assert manager.call("blend", 1, 2, beta=value)[0] == "full"
     said = manager.explain("blend", 1, 2, beta=value).verdicts[0].reason
-    assert said.endswith(f"does not take the option 'beta' (given {type(value).__name__})")
+    assert said.endswith(f"does not support the option 'beta' (got {type(value).__name__})")
 
 
 @pytest.mark.parametrize("first", [narrow, swallowing])
@@ -399,7 +399,7 @@ def test_if_nobody_takes_an_option_the_error_names_it() -> None:
     manager = two(narrow, swallowing)
     with pytest.raises(NoImplementationError) as caught:
         manager.call("blend", 1, 2, mode="sum")
-    assert str(caught.value).count("does not take the option 'mode' (given str 'sum')") == 2
+    assert str(caught.value).count("does not support the option 'mode' (got str 'sum')") == 2
 
 
 def test_what_is_named_is_passed_on_and_only_that() -> None:
@@ -452,6 +452,6 @@ def test_a_surplus_positional_argument_is_the_callers_mistake_whoever_serves(
     with pytest.raises(ArgumentError, match=said):
         manager.resolve("blend", 1, 2)(*args)
     decision = manager.explain("blend", *args)
-    assert decision.note == "the call itself is wrong"
+    assert decision.note == "the arguments break the contract"
     assert [it.cause for it in decision.verdicts] == ["arguments"] * 2
     assert not manager.quarantine.held()

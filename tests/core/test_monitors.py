@@ -18,8 +18,8 @@ def refuse(op_name: str, impl: OpImpl) -> None:
 
 
 REFUSED = re.compile(
-    rf"a monitor failed \(KeyError: 'no column impl\.0' \(at {re.escape(__file__)}:"
-    rf"{refuse.__code__.co_firstlineno + 1}\)\) when it was told that 'impl\.0' served '(\w+)'"
+    rf"a monitor raised an exception \(KeyError: 'no column impl\.0' \(at {re.escape(__file__)}:"
+    rf"{refuse.__code__.co_firstlineno + 1}\)\) after 'impl\.0' served '(\w+)'"
 )
 
 

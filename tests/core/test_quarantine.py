@@ -219,7 +219,7 @@ def test_who_failed_while_it_was_writing_is_not_said_to_serve() -> None:
     verdicts = caught.value.decision.verdicts
     assert [it.cause for it in verdicts] == ["failed", ""]
     said = str(caught.value)
-    assert "The next such call goes to 'impl.1'" in said
+    assert "The next call like this will use 'impl.1'" in said
     assert "reset_quarantine()" in said
     assert "'impl.0' serves" not in said
     assert manager.explain("scale_", ones()).verdicts[0].reason.endswith("reset_quarantine()")
@@ -228,7 +228,7 @@ def test_who_failed_while_it_was_writing_is_not_said_to_serve() -> None:
 def test_the_only_one_that_failed_while_it_was_writing_is_told_to_be_tried_again() -> None:
     with pytest.raises(PartialMutationError) as caught:
         world("scale_", Unwell()).call("scale_", ones())
-    assert "is tried on this one again" in str(caught.value)
+    assert "The next call like this will use 'impl.0' again" in str(caught.value)
     assert "'impl.0' serves" not in str(caught.value)
 
 
@@ -239,10 +239,12 @@ def test_what_failed_first_is_told_when_the_next_one_ends_the_call(
     with pytest.raises(torch.OutOfMemoryError) as caught:
         manager.call("scale", ones())
     (note,) = caught.value.__notes__
-    assert note.startswith("scale: before 'impl.1', 'impl.0' failed: KernelError: unwell (at ")
+    assert note.startswith(
+        "scale: 'impl.0', tried before 'impl.1', failed: KernelError: unwell (at "
+    )
     (said,) = [it.getMessage() for it in caplog.records]
     assert "'impl.0' failed (KernelError: unwell" in said
-    assert said.endswith("'impl.1', which was next, ended the call with OutOfMemoryError")
+    assert said.endswith("'impl.1', tried next, ended the call with OutOfMemoryError")
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
 
 

@@ -233,13 +233,16 @@ def test_strict_admits_only_the_first_that_the_policy_admits() -> None:
         assert reason(manager, "vendor.acme")[1] == "vendor 'Acme' is denied (with block)"
         assert reason(manager, "default.flagos") == (
             "policy",
-            "strict: only 'vendor.zeta', the first, may serve (with block)",
+            "strict: only the first candidate, 'vendor.zeta', may serve (with block)",
         )
 
 
 def test_strict_does_not_go_on_when_the_first_cannot_serve() -> None:
     manager = make_manager(impl("first", "flagos", devices={"cuda"}), impl("second"))
-    with with_strict_mode(), pytest.raises(StrictModeError, match="device 'cpu' is not among cuda"):
+    with (
+        with_strict_mode(),
+        pytest.raises(StrictModeError, match="device 'cpu' is not supported; supported: cuda"),
+    ):
         manager.call("scale", StubTensor("cpu"))
     assert manager.call("scale", StubTensor("cpu")) == "second"
 
@@ -267,21 +270,24 @@ def test_a_dtype_that_is_not_supported_is_named() -> None:
     assert judged(StubTensor(dtype="float16"), **fields)[0] == ""
     assert judged(StubTensor(dtype="float32"), **fields) == (
         "dtype",
-        "dtype 'float32' is not among bfloat16, float16",
+        "dtype 'float32' is not supported; supported: bfloat16, float16",
     )
 
 
 def test_a_device_that_is_not_supported_is_named() -> None:
     fields = {"devices": {"cuda", "npu"}}
     assert judged(StubTensor("npu"), **fields)[0] == ""
-    assert judged(StubTensor("cpu"), **fields) == ("device", "device 'cpu' is not among cuda, npu")
+    assert judged(StubTensor("cpu"), **fields) == (
+        "device",
+        "device 'cpu' is not supported; supported: cuda, npu",
+    )
 
 
 def test_a_call_without_a_tensor_meets_no_condition_on_one() -> None:
     manager = make_manager(impl("judged", "flagos", devices={"cuda"}), impl("other"))
     assert reason(manager, "judged", None) == (
         "device",
-        "no device is known; it needs one among cuda",
+        "no device is known; it needs one of cuda",
     )
     assert manager.call("scale", None) == "other"
 
@@ -436,7 +442,7 @@ def test_a_tensor_without_memory_goes_only_to_plain_tensor_code() -> None:
     raw = {"devices": ["cpu"]}
     assert judged(fake, **raw) == (
         "tensor",
-        "a fake tensor has no data, and it is no plain tensor code",
+        "a fake tensor has no data, and this implementation is not plain PyTorch code",
     )
     assert judged(fake, **raw, traits={"traceable"})[0] == ""
     assert judged(fake)[0] == "", "what states no condition takes every tensor"
@@ -457,10 +463,10 @@ def _without_mode(x: Any, factor: float = 1.0) -> str:
 @pytest.mark.parametrize(
     ("args", "kwargs", "said"),
     [
-        ((), {"mode": "fast"}, "does not take the option 'mode' (given str 'fast')"),
-        ((2.0,), {}, "does not take the option 'factor' (given float 2.0)"),
-        ((), {"factor": 2.0}, "does not take the option 'factor' (given float 2.0)"),
-        ((), {"factor": 1}, "does not take the option 'factor' (given int 1)"),
+        ((), {"mode": "fast"}, "does not support the option 'mode' (got str 'fast')"),
+        ((2.0,), {}, "does not support the option 'factor' (got float 2.0)"),
+        ((), {"factor": 2.0}, "does not support the option 'factor' (got float 2.0)"),
+        ((), {"factor": 1}, "does not support the option 'factor' (got int 1)"),
     ],
 )
 def test_an_option_that_is_not_named_is_unsupported_though_kwargs_would_swallow_it(
@@ -681,7 +687,7 @@ def test_what_is_opt_in_serves_only_where_its_vendor_or_its_id_is_named() -> Non
         assert manager.call("scale", StubTensor()) == "here"
         assert reason(manager, "extra") == (
             "policy",
-            "serves only where a policy names it, as vendor:Zeta or impl:extra",
+            "opt-in: serves only if the policy names it, as vendor:Zeta or impl:extra",
         )
     for name in ("vendor:zeta", "impl:extra"):
         with with_preference(name):

@@ -27,8 +27,12 @@ from transformer_engine_fl import (
 
 UNABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "probe": ({"is_available": lambda: "no driver"}, "available", "no driver"),
-    "device": ({"devices": ("cuda",)}, "device", "'cpu' is not among cuda"),
-    "dtype": ({"supported_dtypes": ("bfloat16",)}, "dtype", "'float32' is not among bfloat16"),
+    "device": ({"devices": ("cuda",)}, "device", "'cpu' is not supported; supported: cuda"),
+    "dtype": (
+        {"supported_dtypes": ("bfloat16",)},
+        "dtype",
+        "'float32' is not supported; supported: bfloat16",
+    ),
     "arch": ({"min_arch": "sm_90"}, "arch", "needs architecture sm_90"),
     "predicate": ({"supports": lambda *args, **kwargs: "odd length"}, "supports", "odd length"),
     "import": ({"fn": "no_such_module_of_ours:fn"}, "available", "cannot import"),
@@ -74,7 +78,7 @@ def test_a_first_candidate_that_cannot_serve_is_an_error_with_the_decision(
     assert (first.impl.impl_id, first.accepted, first.cause) == ("first", False, cause)
     assert reason in first.reason
     assert (other.accepted, other.cause) == (False, "policy")
-    assert "only 'first', the first, may serve (with block)" in other.reason
+    assert "only the first candidate, 'first', may serve (with block)" in other.reason
     assert str(caught.value.decision) in str(caught.value)
     assert second.runs == 0
     arrive(manager, "scale", route)(ones())

@@ -461,7 +461,7 @@ def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: 
         found.bind(*[None] * (len(required) - len(by_name)), **dict.fromkeys(by_name))
     except TypeError as error:
         raise SignatureMismatchError(
-            f"{label}: supports() is asked with the arguments of the call, and {error}\n"
+            f"{label}: supports() is called with the operator's arguments, and {error}\n"
             f"  contract   {shown(expected)}\n  supports() {shown(found)}"
         ) from None
 

@@ -169,8 +169,8 @@ def _point_loader(point: EntryPoint) -> Callable[[], Any]:
         module = _module_of(point)
         if module is None:
             raise PluginError(
-                f"its entry point is {point.value!r}, and must be 'module' or 'module:function', "
-                "as Python spells them"
+                f"its entry point is {point.value!r}; it must be 'module' or 'module:function', "
+                "in Python's names"
             )
         return point.load() if point.attr else _plugin_importer(module)()
 
@@ -190,8 +190,8 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
             added = tuple(entry.impl.label for entry in staged.added)
             if not added and isinstance(returned, OpImpl | Iterable | Awaitable):
                 raise PluginError(
-                    f"{source.name}: its register(registry) gave back a "
-                    f"{type(returned).__name__} and registered nothing; hand each OpImpl to "
+                    f"{source.name}: its register(registry) returned a "
+                    f"{type(returned).__name__} and registered nothing; pass each OpImpl to "
                     "registry.register_impl"
                 )
             staged.state = report = SourceReport(source.name, source.origin, added)
@@ -199,7 +199,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
     except KeyboardInterrupt as error:  # the user waits, and cannot see for which plugin
         where = raised_at(error)
         logger.warning(
-            "%s (%s) was being loaded when this was interrupted%s",
+            "interrupted while loading %s (%s)%s",
             source.name,
             source.origin,
             f" (at {where})" if where else "",
@@ -230,7 +230,7 @@ def _past_it(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> s
     """A note on what a failed source registered in the registry itself, where it stays."""
     now = registry.snapshot().operators.items()
     new = [it.impl.label for op_name, its in now for it in its if it not in before.get(op_name, ())]
-    kept = f"; registered meanwhile past its register(registry), and kept: {', '.join(new)}"
+    kept = f"; registered directly, outside register(registry), and kept: {', '.join(new)}"
     return kept if new else ""
 
 
@@ -265,7 +265,7 @@ def _plugin_importer(name: str) -> Callable[[], Any]:
         except ImportError as error:  # of a module, or of a name in one
             if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
                 if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-                    error.msg += "; it was looked for on sys.path, where folders of PYTHONPATH are"
+                    error.msg += "; searched sys.path, which includes the folders of PYTHONPATH"
                 raise
             missing: ImportError | None = error
         else:
@@ -294,13 +294,13 @@ def _register_function(plugin: Any, source: Source) -> Register:
     version = _version(plugin)
     if not isinstance(version, int):
         raise PluginError(
-            f"{source.name}: TE_FL_PLUGIN_API states the plugin API {version!r}, "
-            f"which is no number; this is {PLUGIN_API}"
+            f"{source.name}: TE_FL_PLUGIN_API is {version!r}, not an integer; "
+            f"this version has plugin API {PLUGIN_API}"
         )
     if version != PLUGIN_API:
         raise PluginError(
-            f"{source.name}: written for plugin API {version!r}, this is {PLUGIN_API}; "
-            "install a release of the plugin for this version"
+            f"{source.name}: written for plugin API {version!r}, this version has {PLUGIN_API}; "
+            "install a matching release of the plugin"
         )
     for name in _REGISTER_FUNCTIONS:
         register = getattr(plugin, name, None)
@@ -327,8 +327,8 @@ def _of_a_registry(register: Register, source: Source) -> Register:
             signature.bind(None)
         except TypeError:
             raise PluginError(
-                f"{source.name}: {signed(register, signature)} is called with the registry "
-                "and nothing else"
+                f"{source.name}: {signed(register, signature)} must accept the registry "
+                "as its only argument"
             ) from None
     return register
 
@@ -338,4 +338,4 @@ def _slip(plugin: Any) -> str:
     own = (it for it in getattr(plugin, "__dict__", {}).values() if isinstance(it, FunctionType))
     names = [it.__name__ for it in own if it.__module__ == getattr(plugin, "__name__", None)]
     close = nearest("register", names)
-    return f"; is its {close!r} meant to be that?" if close else ""
+    return f"; did you mean its {close!r}?" if close else ""

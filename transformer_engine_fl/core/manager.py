@@ -143,8 +143,8 @@ class OpManager:
     def __reduce__(self) -> tuple[Any, ...]:
         if self is not _default:
             raise TypeError(
-                "only the default manager can be pickled, as the one of whoever unpickles it; "
-                "what another one serves from is in this process"
+                "only the default manager can be pickled (it unpickles as the default manager of "
+                "the other process); the registry of this one exists in this process only"
             )
         return get_default_manager, ()
 
@@ -273,7 +273,7 @@ class OpManager:
         wrong = plan.wrong_arguments(args, kwargs) if args or kwargs else None
         if wrong is not None:
             blamed = {impl.impl_id: ("arguments", str(wrong)) for impl in decision.accepted}
-            decision = decision.rejecting(blamed).with_note("the call itself is wrong")
+            decision = decision.rejecting(blamed).with_note("the arguments break the contract")
         return decision
 
     def explain_for(
@@ -291,17 +291,17 @@ class OpManager:
         plan = self.plan(op_name)
         if arch is not None and parse_arch(arch) is None:
             raise ConfigurationError(
-                f"arch: {arch!r} is no architecture name; examples: 'sm_90', 'gfx942'"
+                f"arch: {arch!r} is not an architecture name; examples: 'sm_90', 'gfx942'"
             )
         named = re.fullmatch(r"([a-z][a-z0-9_]*)(:\d+)?", str(device))  # "cuda:0" is a cuda device
         if named is None:
             raise ConfigurationError(
-                f"device: {device!r} is no device type; examples: 'cuda', 'cpu'"
+                f"device: {device!r} is not a device type; examples: 'cuda', 'cpu'"
             )
         device = named[1]
         if arch is not None and device == "cpu":
             raise ConfigurationError(
-                f"arch: {arch!r} is an architecture of GPUs, and the device is 'cpu'; leave it out"
+                f"arch: {arch!r} is a GPU architecture, but the device is 'cpu'; leave arch out"
             )
         dtype = plan.checked_dtype(str(dtype).removeprefix("torch.")) if dtype is not None else None
         given = {"device": device, "arch": arch, "dtype": dtype}
@@ -317,7 +317,7 @@ class OpManager:
         a callback calls are not reported.
         """
         if not callable(callback):
-            raise TypeError(f"a monitor is a callable, not {type(callback).__name__}")
+            raise TypeError(f"a monitor must be callable, got {type(callback).__name__}")
         own = Watcher(callback)  # the same callback may be set twice, and each is undone alone
         with self._lock:
             self._watchers = (*self._watchers, own)
@@ -448,7 +448,8 @@ class OpManager:
     def _known(self, op_name: str) -> str:
         if not isinstance(op_name, str):
             raise UnknownOperatorError(
-                f"an operator is named by text, such as 'rmsnorm_fwd'; got {type(op_name).__name__}"
+                "an operator name must be a string, such as 'rmsnorm_fwd'; "
+                f"got {type(op_name).__name__}"
             )
         name = self.registry.canonical(op_name)
         if not self.registry.entries(name) and name not in self.registry.contracts:
@@ -489,7 +490,7 @@ class OpManager:
 
     def _served(self, decision: Decision) -> OpImpl:
         if decision.selected is None:
-            raise NoImplementationError(f"nothing serves {decision.op_name!r}", decision)
+            raise NoImplementationError(f"no implementation serves {decision.op_name!r}", decision)
         return decision.selected
 
     def _vet(self, effective: EffectivePolicy) -> None:
@@ -595,8 +596,8 @@ def _unknown(op_name: str, known: Collection[str], aliases: Collection[str]) -> 
     there = nearest(rest, beside)
     hint = f"; did you mean {f'{space}::{there}'!r}?" if there else ""
     return (
-        f"unknown operator {op_name!r}{hint} ({len(beside)} are known in {space!r}; another is "
-        "once an implementation of it is registered)"
+        f"unknown operator {op_name!r}{hint} ({len(beside)} are known in {space!r}; registering "
+        "an implementation adds one)"
     )
 
 

@@ -54,8 +54,8 @@ class Watcher:
             return
         self._warned = True
         logger.warning(
-            "a monitor failed (%s) when it was told that %r served %r; the call goes on. The "
-            "monitor is told of the next ones too; what it raises then is not shown again",
+            "a monitor raised an exception (%s) after %r served %r; the call is unaffected. The "
+            "monitor stays active; its further exceptions are not logged",
             said(error),
             impl.impl_id,
             op_name,

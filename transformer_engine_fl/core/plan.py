@@ -140,7 +140,7 @@ class Plan:
             is_fatal=self._is_fatal,
             assume_available=True,
         )
-        note = "what each implementation needs of that machine is assumed"
+        note = "assumes that every implementation is available on that machine"
         return self._with_quarantine(decision.with_note(note))
 
     def _with_quarantine(self, decision: Decision) -> Decision:
@@ -268,13 +268,13 @@ class Plan:
             if meant and verdict.cause == "available":
                 token = named_by(verdict.impl, self._op_name, entry, self._effective)
                 if token is not None:
-                    raise PluginError(f"{token!r} is asked for by name: {entry.load()}")
+                    raise PluginError(f"the policy names {token!r}: {entry.load()}")
         broken = broken_vendors(self._manager.registry)
         if broken:
             entries, chosen = tuple(self._entries.values()), decision.selected
             for name in vendors_named(self._op_name, entries, self._effective, chosen):
                 if name in broken:
-                    raise PluginError(f"'vendor:{name}' is asked for by name: {broken[name]}")
+                    raise PluginError(f"the policy names 'vendor:{name}': {broken[name]}")
         return decision
 
     def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:
@@ -390,24 +390,24 @@ class Plan:
         listed = ", ".join(names)
         if said_to_write is None:
             what = (
-                f"failed, and any of {listed} may be half written: the operator has no contract, "
-                "and the implementation does not say what it writes (mutates=() if that is "
-                "nothing); nothing else ran"
+                f"failed and may have partly written any of {listed}: the operator has no "
+                "contract, and the implementation does not declare what it writes (mutates=() if "
+                "it writes nothing); no other implementation was tried"
             )
         else:
-            what = (
-                f"failed while it was writing {listed}, which may be half written; "
-                "nothing else ran on them"
-            )
+            what = f"failed and may have partly written {listed}; no other implementation was tried"
         decision = self.explain(self.facts(args, kwargs), (args, kwargs))
         others = [it.impl_id for it in decision.accepted if it.impl_id != impl.impl_id]
         if others and self._set_aside(impl, said, args, kwargs)[0]:
-            then = f"goes to {others[0]!r}: this one is in quarantine until reset_quarantine()"
+            then = (
+                f"will use {others[0]!r}: {impl.impl_id!r} is in quarantine until "
+                "reset_quarantine()"
+            )
         else:
-            then = "is tried on this one again"
+            then = f"will use {impl.impl_id!r} again"
         failed = {impl.impl_id: ("failed", f"failed: {said}")}
         return PartialMutationError(
-            f"{impl.label} {what}. It said {said}\nThe next such call {then}. As it stands now:",
+            f"{impl.label} {what}. Cause: {said}\nThe next call like this {then}. Candidates now:",
             decision.rejecting(failed),
             names,
         )
@@ -464,8 +464,8 @@ class Plan:
         if isinstance(error, ArgumentError):
             return  # the caller's mistake: no implementation is blamed
         for impl_id, (_, reason) in reasons.items():
-            error.add_note(f"{self._op_name}: before {impl.impl_id!r}, {impl_id!r} {reason}")
-        ended = f"{impl.impl_id!r}, which was next, ended the call with {type(error).__name__}"
+            error.add_note(f"{self._op_name}: {impl_id!r}, tried before {impl.impl_id!r}, {reason}")
+        ended = f"{impl.impl_id!r}, tried next, ended the call with {type(error).__name__}"
         self._blame(faults, ended, args, kwargs)
 
     def _blame(self, faults: Sequence[Fault], then: str, args: Args, kwargs: Kwargs) -> None:
@@ -480,10 +480,10 @@ class Plan:
                 self._op_name,
                 failed.impl_id,
                 said,
-                "in quarantine for such tensors until reset_quarantine()"
+                "in quarantine for this device and dtype until reset_quarantine()"
                 if aside
-                else "tried again next time, for not every tensor of this call is an ordinary "
-                "one; this is not said again of such a failure",
+                else "tried again next time, as this call has tensors that are not ordinary "
+                "ones (further failures like this are not logged)",
                 then,
             )
 

@@ -196,9 +196,9 @@ def _vendors(names: Iterable[Any], where: str) -> frozenset[str]:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             head, _, rest = str(name).partition(":")
             selector = head.strip().lower() == "vendor" and re.fullmatch(NAME, rest.strip())
-            hint = f"; here it is {rest.strip()!r} alone" if selector else ""
+            hint = f"; write {rest.strip()!r}, without 'vendor:'" if selector else ""
             variable = where in VARIABLES
-            between = "a comma between names" if variable else "each name a string of its own"
+            between = "names separated by commas" if variable else "one string for each name"
             raise ConfigurationError(
                 f"{where}: {name!r} is not a vendor name "
                 f"(letters, digits, '_', '.', '-', '+'; {between}){hint}"
@@ -352,7 +352,7 @@ def load_policy_file(path: str | Path) -> SelectionPolicy:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        problem = f"cannot read {path}: it is not in UTF-8 ({error}); save it in that"
+        problem = f"cannot read {path}: it is not UTF-8 ({error}); save it as UTF-8"
         raise ConfigurationError(f"TE_FL_POLICY_FILE: {problem}") from None
     except (OSError, ValueError, RuntimeError) as error:  # also: not a path, or no such home folder
         raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
@@ -390,7 +390,7 @@ def _parse_per_op(text: str) -> Mapping[str, tuple[str, ...]]:
         if not equals or not op:
             raise ConfigurationError(
                 f"TE_FL_PER_OP: {part!r} is not of the form operator=token|token; "
-                "a ';' stands between operators"
+                "separate operators with ';'"
             )
         if op in orders:
             raise ConfigurationError(f"TE_FL_PER_OP: operator {op!r} is given twice")
@@ -403,8 +403,8 @@ def _plugin_modules(text: str) -> tuple[str, ...]:
     for name in modules:
         if "/" not in name and not all(part.isidentifier() for part in name.split(".")):
             raise ConfigurationError(
-                f"TE_FL_PLUGIN_MODULES: {name!r} is not a module name, and no path, which has "
-                "a '/'; a ',' stands between modules"
+                f"TE_FL_PLUGIN_MODULES: {name!r} is neither a module name nor a path (a path "
+                "contains '/'); separate modules with ','"
             )
     return tuple(dict.fromkeys(modules))
 
@@ -422,7 +422,7 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name.upper().startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
             hint = suggestion(name, VARIABLES)
-            log.logger.warning("environment variable %s is not one of ours%s", name, hint)
+            log.logger.warning("unknown environment variable %s%s", name, hint)
 
 
 # ------------------------------------------------------------------------ with blocks
@@ -503,7 +503,7 @@ class DecoratingBlock:
             is_class = isinstance(function, type)
             found = f"the class {function.__qualname__!r}" if is_class else repr(function)
             raise ConfigurationError(
-                f"{type(self).__name__} decorates functions, and got {found}; "
+                f"{type(self).__name__} can decorate functions only, got {found}; "
                 "decorate its methods, or put a with block around the call"
             )
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
@@ -514,8 +514,8 @@ class DecoratingBlock:
         if any(is_kind(way) for is_kind in kinds for way in ways):
             name = getattr(called, "__qualname__", type(called).__qualname__)
             raise ConfigurationError(
-                f"{type(self).__name__} decorates functions that are done when their call is; "
-                f"put a with block into {name!r} instead"
+                f"{type(self).__name__} cannot decorate coroutine or generator functions; "
+                f"put a with block inside {name!r} instead"
             )
         block: Any = self
 

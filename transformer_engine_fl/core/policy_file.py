@@ -34,7 +34,7 @@ def fields_of(text: str, path: str) -> dict[str, Any]:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # beyond TOMLDecodeError: huge or deep values
-        raise ConfigurationError(f"TE_FL_POLICY_FILE: {path} is no TOML: {error}") from None
+        raise ConfigurationError(f"TE_FL_POLICY_FILE: {path} is not valid TOML: {error}") from None
     try:
         return PolicyFile.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:

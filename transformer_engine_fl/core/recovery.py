@@ -26,7 +26,7 @@ __all__ = ["Outcome", "Quarantine", "QuarantineKey", "judge"]
 class Outcome(enum.Enum):
     """What follows from a failure."""
 
-    RAISE = "raise it as it is"
+    RAISE = "raise it unchanged"
     WRONG_ARGUMENTS = "the caller's mistake"
     DECLINED = "not these arguments: the next candidate"
     HALF_WRITTEN = "arguments may be half written: nothing else may run"

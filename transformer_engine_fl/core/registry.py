@@ -110,7 +110,7 @@ class Entry:
     @property
     def fn(self) -> Callable[..., Any]:
         """The callable; only after :meth:`load` has returned None."""
-        assert self._fn is not None, "asked before it was loaded"  # an internal invariant
+        assert self._fn is not None, "used before it was loaded"  # an internal invariant
         return self._fn
 
     @property
@@ -214,14 +214,14 @@ class Entry:
     def predicate_broken(self, problem: str) -> None:
         """Warn, once, that its ``supports`` has raised."""
         what = f"the check of {self.impl.label}"
-        self._told(what, f"supports() raised {problem}, which is taken for a decline")
+        self._told(what, f"supports() raised {problem}, which counts as a decline")
 
     def _told(self, what: str, problem: str) -> str:
         """Return a fault; warn of it once for all implementations registered at one place."""
         if (self.where, what) not in _TOLD:
             _TOLD.add((self.where, what))
             logger.warning(
-                "%s: %s; it is passed over (registered for %r at %s)",
+                "%s: %s; it is skipped (registered for %r at %s)",
                 self.impl.impl_id,
                 problem,
                 self.impl.op_name,
@@ -412,8 +412,8 @@ class StagedRegistry(OpRegistry):
         if self.ended and entries:
             labels = ", ".join(entry.impl.label for entry in entries)
             raise RegistrationError(
-                f"{labels}: the register(registry) that this registry was given to has ended; "
-                "what is registered later goes to get_default_manager().registry"
+                f"{labels}: this registry is valid only during register(registry), which has "
+                "returned; register later with get_default_manager().registry"
             )
         super()._commit(entries, source)
         self.added.extend(entries)
@@ -436,7 +436,7 @@ def _joined_by(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
     raise DuplicateImplError(
         f"{entry.impl.label} is registered twice: at {other.where} "
         f"({other.impl.origin}) and at {entry.where} ({entry.impl.origin}); "
-        "an impl_id names one implementation of an operator"
+        "an impl_id must be unique within an operator"
     )
 
 
@@ -446,4 +446,4 @@ def _caller() -> str:
     ours = (*ON_BEHALF, contextlib.__file__)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown location"

@@ -119,7 +119,7 @@ class Decision:
         known = ((name, getattr(self.facts, name)) for name in ("device", "arch", "dtype"))
         asked = ", ".join(f"{name}={value}" for name, value in known if value)
         chosen = self.selected
-        answer = f"{chosen.impl_id!r} serves" if chosen else "nothing serves"
+        answer = f"{chosen.impl_id!r} serves" if chosen else "no implementation serves"
         return f"{self.op_name}({asked}): {answer}" if asked else f"{self.op_name}: {answer}"
 
     def table(self) -> str:
@@ -139,7 +139,7 @@ class Decision:
             shown = reason.replace("\n", "\n      ")
             lines.append(f"  {mark} {impl_id} ({kind}, priority {priority}): {shown}")
         if not self.verdicts:
-            lines.append("  nothing is registered for it")
+            lines.append("  no implementation is registered")
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
@@ -215,7 +215,7 @@ def select(
         if rejected is None and strict and serving:
             rejected = (
                 "policy",
-                f"strict: only {serving!r}, the first, may serve ({strict})",
+                f"strict: only the first candidate, {serving!r}, may serve ({strict})",
             )
         elif rejected is None:
             serving = serving or impl.impl_id
@@ -302,7 +302,7 @@ def _policy_reason(
     if _place(impl, tokens) == len(tokens):
         if impl.opt_in:
             names = f"vendor:{impl.vendor} or " * bool(impl.vendor) + f"impl:{impl.impl_id}"
-            return "policy", f"serves only where a policy names it, as {names}"
+            return "policy", f"opt-in: serves only if the policy names it, as {names}"
         order = "|".join(str(token) for token in tokens)
         return "policy", f"not in the order {order!r} of {op_name!r} ({origins['per_op_order']})"
     return None
@@ -341,14 +341,15 @@ def tensor_reason(entry: Entry, facts: Facts) -> Rejection | None:
     if facts.fake and entry.contract is None:
         unusual = "a fake tensor has no data"
     if unusual and not (impl.traceable or impl.unconditional):
-        return "tensor", f"{unusual}, and it is no plain tensor code"
+        return "tensor", f"{unusual}, and this implementation is not plain PyTorch code"
     for wanted, found, cause in (
         (impl.devices, facts.device, "device"),
         (impl.supported_dtypes, facts.dtype, "dtype"),
     ):
         if wanted is not None and cause in facts.judged and found not in wanted:
-            had = f"{cause} {found!r} is not" if found else f"no {cause} is known; it needs one"
-            return cause, f"{had} among {', '.join(sorted(wanted))}"
+            had = f"{cause} {found!r} is not supported; supported:"
+            had = had if found else f"no {cause} is known; it needs one of"
+            return cause, f"{had} {', '.join(sorted(wanted))}"
     return _arch_reason(impl, facts)
 
 
@@ -376,7 +377,7 @@ def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, An
     for name, default in entry.missing.items():
         value = given.get(name, default)
         if not same(value, default):
-            return f"does not take the option {name!r} (given {_given(value)})"
+            return f"does not support the option {name!r} (got {_given(value)})"
     return None
 
 

@@ -88,7 +88,7 @@ MISTAKEN_DEVICES: Final = {
 def mistaken_device(name: str) -> str:
     """The message for a device name that no tensor has; empty for other names."""
     meant = MISTAKEN_DEVICES.get(name)
-    said = f"no tensor says that its device is {name!r}; did you mean {meant!r}?"
+    said = f"no tensor has the device type {name!r}; did you mean {meant!r}?"
     return said if meant else ""
 
 
@@ -201,7 +201,7 @@ class OpImpl:
             )
         if self.min_arch is not None and parse_arch(self.min_arch) is None:
             raise RegistrationError(
-                f"{self.label}: min_arch {self.min_arch!r} is no architecture name; "
+                f"{self.label}: min_arch {self.min_arch!r} is not an architecture name; "
                 "examples: 'sm_90', 'gfx942'"
             )
         self._check_tensors()
@@ -253,19 +253,19 @@ class OpImpl:
                 names = dict.fromkeys(_USUAL_DTYPES.values())
                 hint = f"; did you mean {meant!r}?" if meant else suggestion(name, names)
                 raise RegistrationError(
-                    f"{self.label}: supported_dtypes: {name!r} is not torch's name of a dtype; "
+                    f"{self.label}: supported_dtypes: {name!r} is not a torch dtype name; "
                     f"examples: {', '.join(names)}{hint}"
                 )
         for field in ("devices", "supported_dtypes"):
             if getattr(self, field) == frozenset():
                 raise RegistrationError(
-                    f"{self.label}: {field} is empty, so it could never serve; None stands for any"
+                    f"{self.label}: {field} is empty, so it can never serve; use None for any"
                 )
         for name in sorted(self.devices or ()):
             if not _is_device(name):
                 raise RegistrationError(
-                    f"{self.label}: devices: {name!r} is not a device type, which is in small "
-                    "letters and has no index; examples: cpu, cuda, npu"
+                    f"{self.label}: devices: {name!r} is not a device type (lower case, without "
+                    "an index); examples: cpu, cuda, npu"
                 )
             if mistaken := mistaken_device(name):
                 raise RegistrationError(f"{self.label}: devices: {mistaken}")
@@ -332,9 +332,9 @@ class Selector:
             return cls(head, rest.lower() if head == "vendor" else rest)
         hint = suggestion(head, ("vendor", "impl") if colon else _KINDS)
         if colon and head in ("vendor", "impl"):
-            hint = f"; {rest!r} after the colon is no name"
+            hint = f"; {rest!r} after the colon is not a valid name"
         elif not hint and re.fullmatch(NAME, token):
-            hint = f"; if that is a vendor, say {f'vendor:{token}'!r}"
+            hint = f"; for a vendor, write {f'vendor:{token}'!r}"
         raise ConfigurationError(
             f"{where}: {token!r} is not a selector; valid: {', '.join(_KINDS)}, "
             f"vendor:NAME, impl:ID{hint}"

@@ -32,13 +32,13 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
             hint = f"; its name is {owner!r}" if owner else suggestion(name, known[form])
             listed = field in RESTRICTIONS
             origin = effective.origin(field, name) if listed else effective.origins[field]
-            yield f"{origin}: no {kind} is called {name!r}{hint}"
+            yield f"{origin}: unknown {kind} {name!r}{hint}"
     orders = effective.policy.per_op_order or {}
     for name in orders:
         own = registry.canonical(name)
         if own != name and own in orders:
             origin = effective.origins["per_op_order"]
-            yield f"{origin}: {name!r} is {own!r}, whose own order counts"
+            yield f"{origin}: {name!r} is an alias of {own!r}; the order for {own!r} is used"
 
 
 def _vendor_of_set(name: str, registry: OpRegistry) -> str | None:
