@@ -74,13 +74,13 @@ FAULTS: dict[str, tuple[Operator, str]] = {
     "gelu": (_stale(activation.gelu), "the allowed error"),
     "scaled_softmax_forward": (
         _writing_its_input(softmax.scaled_softmax_forward),
-        "has written its input 'input'",
+        "wrote to its input 'input'",
     ),
     "dsilu": (
         _seeding(activation.dsilu),
-        "has left changed: the state of torch's",
+        "did not restore: the state of torch's",
     ),
-    "srelu": (_drifting(activation.srelu), "not the same bits again"),
+    "srelu": (_drifting(activation.srelu), "differ in their bits"),
 }
 
 RIGHT = "relu"

@@ -84,7 +84,7 @@ def test_a_folder_that_results_cannot_go_to_is_refused_before_they_are_measured(
 ) -> None:
     done = run(str(BENCHMARKS / script), "--out", f"{__file__}/results")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"{__file__} is no folder" in done.stderr
+    assert f"{__file__} is not a folder" in done.stderr
 
 
 def test_what_ends_a_measuring_process_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,9 +325,9 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
         (["--dtype", "bf16"], "invalid choice: 'bf16'"),
         (["--prepare", "-2"], "'-2' is no whole number from 0 on"),
         (["--impl", "default.flago"], "did you mean 'default.flagos'?"),
-        (["--out", f"{__file__}/a.json"], f"{__file__} is no folder"),
+        (["--out", f"{__file__}/a.json"], f"{__file__} is not a folder"),
         (["--markdown", str(BENCHMARKS)], f"'{BENCHMARKS}' is no file"),
-        (["--plot", f"{__file__}/a.png"], f"{__file__} is no folder"),
+        (["--plot", f"{__file__}/a.png"], f"{__file__} is not a folder"),
         (["--plot", "a.xyz"], "'a.xyz' does not end in .png, .svg or .pdf"),
     ],
 )

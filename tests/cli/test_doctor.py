@@ -85,7 +85,7 @@ def test_slips_are_warnings(te_fl):
     assert ran.code == 0
     assert ran.document["healthy"]
     said = " ".join(it["what"] for it in ran.document["findings"])
-    assert "TE_FL_PREFFER is not one of ours; did you mean 'TE_FL_PREFER'?" in said
+    assert "unknown environment variable TE_FL_PREFFER; did you mean 'TE_FL_PREFER'?" in said
     assert "did you mean 'nvidia'?" in said
 
 
@@ -98,7 +98,7 @@ def test_a_slip_is_told_once_beside_a_malformed_variable(te_fl):
 def test_a_tuning_path_that_names_nothing_is_broken(te_fl, tmp_path):
     ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(tmp_path / "nowhere"))
     assert ran.code == 1
-    assert "TE_FL_TUNING_PATH: there is no file and no folder" in _broken(ran)[0]["what"]
+    assert "TE_FL_TUNING_PATH: no such file or folder" in _broken(ran)[0]["what"]
     assert te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(tmp_path)).code == 0
 
 
@@ -137,14 +137,14 @@ def test_a_broken_tuning_file_that_is_passed_over_is_a_warning(te_fl, tmp_path):
 def test_a_tuning_path_in_the_home_of_nobody_is_broken_too(te_fl):
     ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH="~no such user/tuning")
     assert ran.code == 1
-    assert "no folder '~no such user/tuning'" in _broken(ran)[0]["what"]
+    assert "no such file or folder '~no such user/tuning'" in _broken(ran)[0]["what"]
 
 
 def test_who_interrupts_it_reads_for_whom_it_waited(te_fl, install):
     install("raise KeyboardInterrupt  # as Ctrl-C does where a plugin hangs\n")
     ran = te_fl("doctor")
     assert (ran.code, ran.out) == (130, "")
-    assert "entry point acme (acme-kernels) was being loaded" in ran.err
+    assert "interrupted while loading entry point acme (acme-kernels)" in ran.err
     assert "acme_kernels.py:1)" in ran.err
 
 
@@ -171,7 +171,7 @@ def test_operators_are_told_by_who_serves_them(te_fl):
     ran = te_fl("doctor", TE_FL_PREFER="reference", TE_FL_PER_OP="gelu=vendor:nobody")
     lines = [" ".join(line.split()) for line in ran.out.splitlines()]
     others = len(CATALOGUE) - 1
-    assert {"nothing 1 gelu", f"reference.torch {others} all others"} <= {*lines}
+    assert {"none 1 gelu", f"reference.torch {others} all others"} <= {*lines}
 
 
 @pytest.mark.parametrize("group", ["te_fl.plugins", "te-fl.plugin", "TE_FL.plugin"])
@@ -182,8 +182,7 @@ def test_entry_points_of_a_misspelt_group_are_a_warning(te_fl, install, group):
     ran = te_fl("doctor", "--json")
     said = [it["what"] for it in ran.document["findings"]]
     assert (
-        f"acme-kernels: nobody reads entry points of {group!r}; did you mean 'te_fl.plugin'?"
-        in said
+        f"acme-kernels: unknown entry-point group {group!r}; did you mean 'te_fl.plugin'?" in said
     )
     assert ran.code == 0
 
@@ -226,7 +225,7 @@ def test_what_is_only_not_available_is_not_broken(te_fl):
 def test_operator_that_nothing_serves_is_broken(te_fl):
     ran = te_fl("doctor", "--json", TE_FL_PER_OP="rmsnorm_fwd=vendor:nobody")
     assert ran.code == 1
-    assert "nothing serves 'rmsnorm_fwd'" in _broken(ran)[0]["what"]
+    assert "no implementation serves 'rmsnorm_fwd'" in _broken(ran)[0]["what"]
 
 
 def test_warnings_of_what_has_loaded_are_findings_and_each_is_there_once(te_fl_process, tmp_path):
@@ -248,7 +247,7 @@ def test_warnings_of_what_has_loaded_are_findings_and_each_is_there_once(te_fl_p
     assert "no_such_module" in " ".join(findings["broken"])
     tuning, command = findings["warning"]
     assert "tune_configs.yaml:3: softmax.0.num_wraps: unknown key" in tuning
-    assert "its query command 'sleep 60' has not answered" in command
+    assert "its query command 'sleep 60' did not finish" in command
     assert "WARNING" not in ran.err
 
 
@@ -279,7 +278,7 @@ def test_shows_the_compiled_kernels_on_disk_and_clears_them(te_fl, tmp_path):
     shown = te_fl("doctor", "--json", **here).document["cache"]
     kept = [{"name": "cuda", "entries": 2, "bytes": 3 * 2**19}]
     assert shown == {"path": str(folder.parent), "folders": kept, "deleted": None}
-    assert f"cuda: kernels kept: 2, 1.5 MiB in {folder.parent}" in te_fl("doctor", **here).out
+    assert f"cuda: kernels cached: 2, 1.5 MiB in {folder.parent}" in te_fl("doctor", **here).out
 
     cleared = te_fl("doctor", "--json", "--clear-cache", **here)
     assert cleared.code == 0
@@ -287,7 +286,7 @@ def test_shows_the_compiled_kernels_on_disk_and_clears_them(te_fl, tmp_path):
     assert list(folder.iterdir()) == []
     out = te_fl("doctor", "--clear-cache", **here).out
     assert "kernels deleted: 0" in out
-    assert f"nothing is kept in {folder.parent}" in out
+    assert f"no kernel is cached in {folder.parent}" in out
 
 
 def test_a_cache_that_cannot_be_is_a_warning_and_to_clear_it_a_fault(te_fl, tmp_path):
@@ -298,7 +297,7 @@ def test_a_cache_that_cannot_be_is_a_warning_and_to_clear_it_a_fault(te_fl, tmp_
     assert ran.code == 0
     (finding,) = ran.document["findings"]
     assert finding["severity"] == "warning"
-    assert f"nothing can be written in {blocked}; XDG_CACHE_HOME" in finding["what"]
+    assert f"{blocked} is not a writable folder; set XDG_CACHE_HOME" in finding["what"]
     assert te_fl("doctor", "--clear-cache", **here).code == 1
 
 
@@ -308,13 +307,13 @@ def test_a_sets_own_folder_that_cannot_be_written_is_told(te_fl, tmp_path, monke
     (sets / "cuda").write_text("")
     here = {"XDG_CACHE_HOME": str(tmp_path)}
     (finding,) = te_fl("doctor", "--json", **here).document["findings"]
-    assert f"nothing can be written in {sets / 'cuda'}; XDG_CACHE_HOME" in finding["what"]
+    assert f"{sets / 'cuda'} is not a writable folder; set XDG_CACHE_HOME" in finding["what"]
     (sets / "cuda").unlink()
     assert te_fl("doctor", "--json", **here).document["findings"] == []
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != sets / "other" and may(path, mode))
     (finding,) = te_fl("doctor", "--json", **here).document["findings"]
-    assert f"nothing can be written in {sets / 'other'};" in finding["what"]
+    assert f"{sets / 'other'} is not a writable folder;" in finding["what"]
 
 
 def test_what_cannot_be_deleted_is_a_fault_of_deleting(te_fl, tmp_path):

@@ -232,5 +232,5 @@ main()
 def test_a_full_disk_is_one_line(te_fl_process, arguments):
     ran = te_fl_process(*arguments, program=FULL)
     assert ran.code == 1
-    assert ran.err.splitlines()[0].startswith("te-fl: what it writes is not whole: [Errno 28]")
+    assert ran.err.splitlines()[0].startswith("te-fl: the output is incomplete: [Errno 28]")
     assert "te-fl" not in "".join(ran.err.splitlines()[1:])

@@ -143,11 +143,11 @@ def test_a_name_of_several_words_is_written_as_it_was_given(te_fl, tmp_path: Pat
 
 
 BAD = {
-    "9x": "is no name for a vendor",
-    "a b": "is no name for a vendor",
-    "../zeta": "is no name for a vendor",
-    "zeta-": "is no name for a vendor",
-    "": "is no name for a vendor",
+    "9x": "is not a valid vendor name",
+    "a b": "is not a valid vendor name",
+    "../zeta": "is not a valid vendor name",
+    "zeta-": "is not a valid vendor name",
+    "": "is not a valid vendor name",
     "flagos": "is a kind of implementation",
     "nvidia": "has 'vendor.cuda' of vendor 'nvidia'",
     "Ascend": "has 'vendor.ascend' of vendor 'ascend'",
@@ -168,7 +168,7 @@ def test_a_folder_that_exists_is_left_as_it_is(te_fl, tmp_path: Path) -> None:
     (tmp_path / "te_fl_zeta").mkdir()
     ran = te_fl("new-plugin", "zeta", "--output", str(tmp_path))
     assert ran.code == 2
-    assert ran.err == f"te-fl: new-plugin: {tmp_path}/te_fl_zeta is there already\n"
+    assert ran.err == f"te-fl: new-plugin: {tmp_path}/te_fl_zeta already exists\n"
     assert list((tmp_path / "te_fl_zeta").iterdir()) == []
 
 

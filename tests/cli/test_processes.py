@@ -51,7 +51,7 @@ def test_every_call_is_made_however_many_they_are(start):
 def test_a_process_that_dies_ends_the_work_and_not_the_program(start):
     out, err = start("os._exit", "[1] * 5").communicate(timeout=120)
     assert out == "and on\n", err
-    assert "a process that compiled beforehand was ended, 0 of 5 done" in err
+    assert "a compiling process was killed after 0 of 5 calls" in err
 
 
 def test_a_process_may_die_while_calls_are_handed_out(monkeypatch, caplog):
@@ -70,7 +70,7 @@ def test_a_process_may_die_while_calls_are_handed_out(monkeypatch, caplog):
     told = []
     _processes.beforehand(str, range(40), 2, lambda *it: told.append(it))
     assert len(told) == 16
-    assert "a process that compiled beforehand was ended, 16 of 40 done" in caplog.text
+    assert "a compiling process was killed after 16 of 40 calls" in caplog.text
 
 
 @pytest.mark.parametrize("whole_group", [True, False])

@@ -217,7 +217,7 @@ def test_declined_samples_are_counted_with_their_reason(te_fl, install, folder):
             "did you mean 'rmsnorm_fwd/vendor.acme/float32/values/typical'?",
         ),
         (("vendor.acme", "--case", "typical"), "operator/impl_id/dtype/what/sample"),
-        (("vendor.acme", "--output", "/dev/null/x"), "--output: /dev/null is no folder"),
+        (("vendor.acme", "--output", "/dev/null/x"), "--output: /dev/null is not a folder"),
     ],
 )
 def test_mistake_is_one_message(te_fl, acme, folder, arguments, said):
@@ -293,7 +293,8 @@ def test_a_page_that_cannot_be_written_stays_as_it_was(te_fl, acme, folder, monk
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "No such file"), ("# Acme\n", "has no lines <!-- scorecard --> and")]
+    ("text", "said"),
+    [(None, "No such file"), ("# Acme\n", "lacks the lines <!-- scorecard --> and")],
 )
 def test_a_page_without_a_place_for_the_scorecard_is_refused_before_the_work(
     te_fl, acme, folder, text, said
@@ -343,7 +344,7 @@ def test_a_process_that_is_ended_is_told(te_fl, install, folder):
     )
     ran = te_fl("verify", "vendor.acme", "--op", "silu", "--dtype", "float32", "--jobs", "2")
     assert ran.code == 1
-    assert "a process that ran cases of vendor.acme was ended; not done: silu" in ran.err
+    assert "a process that ran cases of vendor.acme died; not finished: silu" in ran.err
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
@@ -351,7 +352,9 @@ def test_a_set_of_which_nothing_would_be_asked_does_not_pass(te_fl, install, fol
     install(RAISING.replace("fn=silu", "fn=silu, supported_dtypes={'float8_e5m2'}"))
     ran = te_fl("verify", "vendor.acme", "--jobs", jobs)
     assert ran.code == 2
-    assert "takes no dtype that would be tested (bfloat16, float16, float32, float64)" in ran.err
+    assert (
+        "supports none of the dtypes to be tested (bfloat16, float16, float32, float64)" in ran.err
+    )
     assert "its supported_dtypes are float8_e5m2" in ran.err
     assert list(folder.iterdir()) == []
 
@@ -381,4 +384,4 @@ def test_an_operator_without_a_contract_is_named_with_the_nearest_that_has_one(t
     )
     ran = te_fl("verify", "vendor.acme")
     assert ran.code == 2
-    assert "has a contract to be tested against: 'sillu'; did you mean 'silu'?" in ran.err
+    assert "has a contract to test against: 'sillu'; did you mean 'silu'?" in ran.err

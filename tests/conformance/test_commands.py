@@ -180,7 +180,7 @@ def test_an_operator_that_is_switched_off_is_named_and_one_alone_is_refused(
     [
         (("--te-fl-impl", "vendor.lopback"), "did you mean 'vendor.loopback'?"),
         (("--te-fl-impl", "vendor.loopback", "--te-fl-op", "sillu"), "did you mean 'silu'?"),
-        (("--te-fl-op", "silu"), "--te-fl-op: say which set, with --te-fl-impl"),
+        (("--te-fl-op", "silu"), "--te-fl-op needs --te-fl-impl"),
     ],
 )
 def test_a_mistake_is_a_usage_error(vendor: Vendor, options: tuple[str, ...], said: str) -> None:

@@ -135,13 +135,16 @@ FAULTS: dict[str, tuple[Rms, str]] = {
     "off by one row": (broken(off_by_one_row), "allowed error"),
     "an element unwritten": (broken(an_element_unwritten), "allowed error"),
     "written outside": (broken(written_outside), "written after a buffer"),
-    "an input written": (broken(input_scaled), "written its input 'input'"),
+    "an input written": (broken(input_scaled), "wrote to its input 'input'"),
     "a stale buffer": (broken(stale), "allowed error"),
-    "an output of the call before reused": (broken(reused), "an output of the call before"),
+    "an output of the call before reused": (
+        broken(reused),
+        "overwrote an output of the previous call",
+    ),
     "a result remembered by address": (broken(remembered), "/repeated/typical"),
-    "the padding of an input written": (broken(padding_cleared), "written its input 'input'"),
-    "not deterministic": (broken(different_each_time), "same bits"),
-    "not batch invariant": (broken(depending_on_the_rows), "bits from the same among 257"),
+    "the padding of an input written": (broken(padding_cleared), "wrote to its input 'input'"),
+    "not deterministic": (broken(different_each_time), "differ in their bits"),
+    "not batch invariant": (broken(depending_on_the_rows), "bits from the same rows among 257"),
 }
 
 
@@ -233,7 +236,7 @@ def test_a_setting_of_torchs_that_is_left_changed_is_caught_and_put_back(setting
     before = settings()
     found = failures(leaving(change))
     assert settings() == before
-    assert all(f"has left changed: {words}" in it for it in found), found
+    assert all(f"did not restore: {words}" in it for it in found), found
     assert {it.split("/")[3] for it in found} >= {
         "values",
         "repeated",
@@ -249,7 +252,7 @@ def test_a_setting_that_a_refusal_or_an_error_leaves_changed_is_caught_and_put_b
             torch.set_default_dtype(torch.float64)
             raise raised  # noqa: B023 - it is called in this round
 
-        assert_caught(operator, "has left changed: the default dtype")
+        assert_caught(operator, "did not restore: the default dtype")
         assert torch.get_default_dtype() is torch.float32
 
 
@@ -289,7 +292,7 @@ def test_the_only_output_in_a_tuple_is_caught() -> None:
     def in_a_tuple(input: Tensor) -> tuple[Tensor]:
         return (torch.nn.functional.silu(input),)
 
-    assert_caught(in_a_tuple, "returned its output in a tuple", contract=ops.silu)
+    assert_caught(in_a_tuple, "returned a tuple", contract=ops.silu)
 
 
 def test_outputs_in_a_list_are_caught_as_such() -> None:
@@ -299,9 +302,9 @@ def test_outputs_in_a_list_are_caught_as_such() -> None:
     def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> list[Tensor]:
         return [*reference.rmsnorm_fwd(input, weight, eps)]
 
-    said = "returned a list; what it returns should be"
-    assert_caught(silu, f"{said} by itself", contract=ops.silu)
-    assert_caught(rmsnorm_fwd, f"{said} in a tuple", contract=ops.rmsnorm_fwd)
+    said = "returned a list; must return"
+    assert_caught(silu, f"{said} the output itself", contract=ops.silu)
+    assert_caught(rmsnorm_fwd, f"{said} a tuple", contract=ops.rmsnorm_fwd)
 
 
 def test_the_right_one_passes() -> None:
@@ -406,7 +409,7 @@ def test_one_that_writes_before_it_refuses_is_caught() -> None:
 
     found = failures(hasty)
     assert found
-    assert all("/refuses/" in it and "written its input 'input'" in it for it in found), found
+    assert all("/refuses/" in it and "wrote to its input 'input'" in it for it in found), found
 
 
 def test_outputs_that_require_grad_are_caught() -> None:
@@ -506,8 +509,8 @@ def test_an_operator_that_writes_what_it_declares_passes() -> None:
     ("change", "words"),
     [
         (lambda total, parts, scale: total.add_(1e-3), "argument 'total': element"),
-        (lambda total, parts, scale: scale.mul_(2), "written its input 'scale'"),
-        (lambda total, parts, scale: parts[-1].neg_(), "written its input 'parts'"),
+        (lambda total, parts, scale: scale.mul_(2), "wrote to its input 'scale'"),
+        (lambda total, parts, scale: parts[-1].neg_(), "wrote to its input 'parts'"),
         (lambda total, parts, scale: total <= 0, "output 0: element"),
         (
             lambda total, parts, scale: total.as_strided(
@@ -639,9 +642,9 @@ def write_behind(totals: list[Tensor], parts: list[Tensor]) -> None:
     ("change", "words"),
     [
         (lambda totals, parts: totals[1].add_(1e-3), "argument 'totals': element"),
-        (lambda totals, parts: parts[0].neg_(), "written its input 'parts'"),
-        (put_another, "changed a list that it was given"),
-        (lambda totals, parts: parts.append(parts[0]), "changed a list that it was given"),
+        (lambda totals, parts: parts[0].neg_(), "wrote to its input 'parts'"),
+        (put_another, "replaced tensors in a list argument"),
+        (lambda totals, parts: parts.append(parts[0]), "replaced tensors in a list argument"),
         (write_behind, "the memory beside its input 'totals'"),
     ],
     ids=["wrong values", "another list", "another tensor", "one more", "behind an item"],

@@ -65,7 +65,8 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     name="te-fl",
-    help="Operator dispatch for transformer models: what there is, who serves, and why.",
+    help="Operator dispatch for transformer models: which implementations there are, which one "
+    "serves each operator, and why.",
     cls=_Commands,
     no_args_is_help=True,
     **OPTIONS,
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        console(stderr=True).print(f"te-fl: what it writes is not whole: {error}", soft_wrap=True)
+        console(stderr=True).print(f"te-fl: the output is incomplete: {error}", soft_wrap=True)
         raise SystemExit(1) from None
 
 

@@ -16,6 +16,6 @@ def check_writable(folder: Path) -> None:
     """
     there = next(it for it in (folder.absolute(), *folder.absolute().parents) if it.exists())
     if not there.is_dir():
-        raise NotADirectoryError(f"{there} is no folder")
+        raise NotADirectoryError(f"{there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written to")
+        raise PermissionError(f"{there} is not writable")

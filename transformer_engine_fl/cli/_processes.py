@@ -68,8 +68,8 @@ def beforehand(
                         tell(done, gave)
                 except BrokenProcessPool:
                     logger.warning(
-                        "a process that compiled beforehand was ended, %d of %d done; the rest "
-                        "is compiled when it is measured",
+                        "a compiling process was killed after %d of %d calls; the rest is "
+                        "compiled when it is measured",
                         done,
                         len(calls),
                     )

@@ -37,7 +37,7 @@ def show(out: Console, report: Report, *, quiet: bool) -> None:
     for note in report.notes:
         out.print(Text("outside of any call: ", "bold red").append(note, "not bold default"))
     for name in report.under_way:
-        out.print(f"being made when the time was over: {name}", soft_wrap=True)
+        out.print(f"running when the time limit was reached: {name}", soft_wrap=True)
     if report.unfinished and not quiet:
         out.print(f"not finished: {', '.join(report.unfinished)}")
     out.print(Text(report.verdict(), "green" if report.passed else "bold red"))

@@ -55,8 +55,8 @@ def doctor(
         bool,
         typer.Option(
             "--clear-cache",
-            help="First delete the compiled kernels that are kept on disk; each is compiled "
-            "again when it is next called.",
+            help="First delete the compiled kernels that are cached on disk; each is compiled "
+            "again at its next call.",
         ),
     ] = False,
 ) -> None:
@@ -74,12 +74,12 @@ def examine(*, clear_cache: bool = False) -> Report:
     findings = _Findings()
     malformed, environment = dict(_malformed()), _environment()
     for problem in malformed.values():
-        findings.broken(problem, "the rest is judged as if it were not set")
+        findings.broken(problem, "the rest of this report ignores the variable")
     with _heard() as warnings, _unset(malformed):
         manager = get_default_manager()
         report = {
             "versions": _versions(findings),
-            "devices": findings.watch("the devices cannot be asked", devices, []),
+            "devices": findings.watch("the devices cannot be queried", devices, []),
             "environment": environment,
             "policy": _policy(manager, findings),
             "sources": _sources(manager, findings),
@@ -197,7 +197,7 @@ def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
     for name in os.environ:
         if name.startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
             hint = suggestion(name, VARIABLES)  # the text is that of the log, so that it comes once
-            findings.warning(f"environment variable {name} is not one of ours{hint}")
+            findings.warning(f"unknown environment variable {name}{hint}")
     return {
         field: {"value": value, "origin": effective.origins[field]}
         for field, value in effective.policy.to_dict().items()
@@ -233,7 +233,7 @@ def _misspelt_groups() -> Iterator[str]:
                 if difflib.get_close_matches(group.casefold(), [ENTRY_POINT_GROUP], cutoff=0.8):
                     found[group, distribution.name] = None
     for group, name in found:
-        yield f"{name}: nobody reads entry points of {group!r}; did you mean {ENTRY_POINT_GROUP!r}?"
+        yield f"{name}: unknown entry-point group {group!r}; did you mean {ENTRY_POINT_GROUP!r}?"
 
 
 def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
@@ -271,7 +271,7 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
                 faults.setdefault(f"{impl_id}: {problem}", []).append(name)
         decision = manager.explain(name)
         if decision.selected is None:
-            findings.broken(f"nothing serves {name!r} on this machine", str(decision))
+            findings.broken(f"no implementation serves {name!r} on this machine", str(decision))
         serving = decision.selected.impl_id if decision.selected else None
         operators.append(
             {
@@ -343,7 +343,7 @@ def _cache(findings: _Findings, clear: bool) -> dict[str, Any]:
         report["folders"] = [it._asdict() for it in _disk_cache.folders()]
         _disk_cache.check_writable()
     except (OSError, RuntimeError) as error:
-        said = f"compiled kernels cannot be kept: {error}; XDG_CACHE_HOME chooses another folder"
+        said = f"compiled kernels cannot be cached: {error}; set XDG_CACHE_HOME to another folder"
         findings.broken(said) if clear else findings.warning(said)
     return report
 
@@ -354,7 +354,7 @@ def _cache(findings: _Findings, clear: bool) -> dict[str, Any]:
 def _show(report: Report) -> None:
     out = console()
     _section(out, "versions")
-    versions = [(name, version or "not there") for name, version in report["versions"].items()]
+    versions = [(name, version or "not installed") for name, version in report["versions"].items()]
     out.print(table(("", ""), versions, wrapped=("",)))
     _section(out, "devices")
     for it in report["devices"]:
@@ -364,10 +364,10 @@ def _show(report: Report) -> None:
     for name, value in report["environment"].items():
         out.print(f"{name}={value}")
     if not report["environment"]:
-        out.print("no variable of ours is set")
+        out.print("no TE_FL_* or TEFL_* variable is set")
     _section(out, "policy")
     rows = [(field, str(it["value"]), it["origin"]) for field, it in report["policy"].items()]
-    out.print(table(("field", "value", "said by"), rows, wrapped=("value", "said by")))
+    out.print(table(("field", "value", "source"), rows, wrapped=("value", "source")))
     _section(out, "sets and plugins")
     _show_sources(out, report["sources"])
     _section(out, "operators")
@@ -377,7 +377,7 @@ def _show(report: Report) -> None:
         where = f"{it['device']}, {it['dtype']}"
         out.print(f"{it['op']}/{it['impl_id']} on {where}: {it['reason']}")
     if not report["quarantine"]:
-        out.print("nothing (each process keeps its own; this one has met no fault)")
+        out.print("empty (each process has its own; no implementation has failed in this one)")
     _section(out, "cache")
     _show_cache(out, report["cache"])
     _section(out, "findings")
@@ -412,7 +412,7 @@ def _show_operators(out: Console, operators: list[dict[str, Any]]) -> None:
         for impl_id, reason in it["unavailable"].items():
             affected.setdefault((impl_id, reason), []).append(it["name"])
     rows: list[tuple[str | Text, ...]] = [
-        (impl_id or Text("nothing", "red"), str(len(names)), _which(names, len(operators)))
+        (impl_id or Text("none", "red"), str(len(names)), _which(names, len(operators)))
         for impl_id, names in sorted(serving.items(), key=lambda it: len(it[1]))
     ]
     headings = ("served here by", "operators", "")
@@ -425,11 +425,11 @@ def _show_cache(out: Console, cache: dict[str, Any]) -> None:
     if cache["deleted"] is not None:
         out.print(f"kernels deleted: {cache['deleted']}")
     for it in cache["folders"]:
-        size = f"kernels kept: {it['entries']}, {it['bytes'] / 2**20:.1f} MiB"
+        size = f"kernels cached: {it['entries']}, {it['bytes'] / 2**20:.1f} MiB"
         out.print(f"{it['name']}: {size} in {cache['path']}", soft_wrap=True)
     if not cache["folders"]:
         where = f"in {cache['path']}" if cache["path"] else "on disk"
-        out.print(f"nothing is kept {where}", soft_wrap=True)
+        out.print(f"no kernel is cached {where}", soft_wrap=True)
 
 
 def _which(names: list[str], whole: int) -> str:

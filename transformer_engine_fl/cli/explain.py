@@ -19,10 +19,11 @@ __all__ = ["explain"]
 def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help="The operator, by name or alias.")],
     device: Annotated[
-        str | None, typer.Option(help="Answer for this device type (cuda), here or not.")
+        str | None, typer.Option(help="Answer for this device type (cuda), present or not.")
     ] = None,
     arch: Annotated[
-        str | None, typer.Option(help="Its architecture: sm_90, gfx942 (implies --device cuda).")
+        str | None,
+        typer.Option(help="The device's architecture: sm_90, gfx942 (implies --device cuda)."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="The tensors' dtype: bfloat16 (needs --device).")
@@ -33,7 +34,7 @@ def explain(
 
     Without --device: on this machine, before any tensor is seen. The policy comes from the
     environment: TE_FL_PREFER=reference te-fl explain rmsnorm_fwd. The exit code is 1 if
-    nothing serves.
+    no implementation serves.
     """
     manager = _manager(op)
     decision = _decide(manager, op, device, arch, dtype)
@@ -62,7 +63,7 @@ def _decide(
         device = "cuda"
     if device is None:
         if dtype is not None:
-            raise ConfigurationError("--dtype: say for which device, with --device")
+            raise ConfigurationError("--dtype needs --device")
         return manager.explain(op)
     return manager.explain_for(op, device=device, arch=arch, dtype=dtype)
 
@@ -77,9 +78,9 @@ def _unknown_device(manager: OpManager, device: str) -> str | None:
     if kind in named:
         return None
     gpu = MISTAKEN_DEVICES.get(kind) == "cuda"
-    hint = "; torch calls a GPU 'cuda'" if gpu else suggestion(kind, named)
+    hint = "; torch's device type of GPUs is 'cuda'" if gpu else suggestion(kind, named)
     return (
-        f"note: no implementation names the device {kind!r}; they name "
+        f"note: no implementation supports the device type {kind!r}; supported: "
         f"{', '.join(sorted(named))}{hint}"
     )
 
@@ -97,7 +98,7 @@ def _show(decision: Decision) -> None:
     if rows:
         out.print(table(headings, rows, numbers=("priority",), wrapped=("reason",)))
     else:
-        out.print("nothing is registered for it")
+        out.print("no implementation is registered")
     if decision.note:
         out.print(decision.note)
     origins = decision.policy.origins

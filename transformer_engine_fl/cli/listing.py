@@ -22,7 +22,7 @@ __all__ = ["list_operators"]
 
 def list_operators(
     probe: Annotated[
-        bool, typer.Option("--probe", help="Load the plugins and ask the devices (slower).")
+        bool, typer.Option("--probe", help="Load the plugins and query the devices (slower).")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -104,8 +104,8 @@ def _show(document: dict[str, Any]) -> None:
     for line in (*_reasons(document), *_plugins(document)):
         typer.echo(fitted(line))
     if not document["probed"]:
-        asked_by = "`te-fl list --probe` loads plugins and asks the devices"
-        typer.echo(fitted(f"available: not asked; {asked_by}"))
+        probing = "`te-fl list --probe` loads plugins and queries the devices"
+        typer.echo(fitted(f"available: not checked; {probing}"))
 
 
 def _rows(operator: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -49,7 +49,8 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="DEVICE",
-            help="Where: cpu, cuda, cuda:1; repeatable (each that the set runs on here).",
+            help="The device to test on: cpu, cuda, cuda:1; repeatable (all that the set "
+            "supports here).",
         ),
     ] = None,
     dtype: Annotated[
@@ -60,16 +61,16 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only the case of this name, * standing for anything; repeatable.",
+            help="Only the case with this name; * matches anything; repeatable.",
         ),
     ] = None,
     every: Annotated[
-        int, typer.Option(metavar="N", min=1, help="One case in so many, for a first look.")
+        int, typer.Option(metavar="N", min=1, help="Run every Nth case only, for a first look.")
     ] = 1,
     jobs: Annotated[
         int,
         typer.Option(
-            "--jobs", "-j", metavar="N", min=1, help="Share the cases among so many processes."
+            "--jobs", "-j", metavar="N", min=1, help="Run the cases in this many processes."
         ),
     ] = 1,
     sanitize: Annotated[
@@ -85,14 +86,14 @@ def verify(
         typer.Option(
             metavar="SECONDS",
             min=0,
-            help="With --sanitize: end then, and tell what is known.",
+            help="With --sanitize: stop after this time and report what was found.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where the scorecard is written (the current directory; "
+            help="Where to write the scorecard (the current directory; "
             "with --case, --json or --readme, nowhere).",
         ),
     ] = None,
@@ -100,7 +101,7 @@ def verify(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Put the scorecard into this page, between its lines <!-- scorecard --> and "
+            help="Write the scorecard into this page, between its lines <!-- scorecard --> and "
             "<!-- end of scorecard -->.",
         ),
     ] = None,
@@ -123,7 +124,7 @@ def verify(
     if sanitize is not None and (output is not None or readme is not None):
         raise ConfigurationError("--sanitize writes no scorecard: leave out --output and --readme")
     if stop_after is not None and sanitize is None:
-        raise ConfigurationError("--stop-after is for --sanitize")
+        raise ConfigurationError("--stop-after needs --sanitize")
     if readme is not None:
         _halves(readme)  # reports what is wrong with the page before the work
     wanted = output is not None or not (case or json or readme or sanitize)
@@ -227,7 +228,9 @@ def _halves(page: Path) -> tuple[str, str]:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ConfigurationError(f"--readme: {page} has no lines {BEGIN} and {END}, in this order")
+        raise ConfigurationError(
+            f"--readme: {page} lacks the lines {BEGIN} and {END}, in this order"
+        )
     return before + begin, end + after
 
 

@@ -92,7 +92,7 @@ class Case:
         except Declined as declined:
             if self.required:
                 raise ConformanceError(
-                    f"{self.name}: declines the typical sample of a dtype that it claims: "
+                    f"{self.name}: declines the typical sample of a dtype that it supports: "
                     f"{declined}"
                 ) from declined
             return Outcome(declined=str(declined))
@@ -242,7 +242,7 @@ def _asked(
         claimed = {name for entry, _ in here for name in entry.impl.supported_dtypes or ()}
         asked = known if wanted is None else sorted(wanted)
         raise ConfigurationError(
-            f"{impl_id!r} takes no dtype that would be tested ({', '.join(asked)}): its "
+            f"{impl_id!r} supports none of the dtypes to be tested ({', '.join(asked)}); its "
             f"supported_dtypes are {', '.join(sorted(claimed)) or 'none'}"
         )
     return here, wanted
@@ -259,7 +259,7 @@ def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) 
     if not on:
         reasons = dict.fromkeys(str(entry.switched_off()) for entry, _ in found)
         raise ConfigurationError(
-            f"no operator of {impl_id!r} that was asked for can be tested: {'; '.join(reasons)}"
+            f"none of the selected operators of {impl_id!r} can be tested: {'; '.join(reasons)}"
         )
     return on
 
@@ -277,7 +277,7 @@ def _with_contract(impl_id: str, operators: Iterable[str] | None, manager: OpMan
         of_vendor = [repr(it) for it, vendor in known.items() if vendor and vendor == asked]
         hint = f"; vendor {impl_id!r} has {', '.join(sorted(of_vendor))}" if of_vendor else ""
         raise UnknownOperatorError(
-            f"no operator has an implementation {impl_id!r}; there are: "
+            f"unknown implementation {impl_id!r}; known: "
             f"{', '.join(sorted(known)) or 'none'}{hint or suggestion(impl_id, known)}"
         )
     theirs = {
@@ -292,14 +292,14 @@ def _with_contract(impl_id: str, operators: Iterable[str] | None, manager: OpMan
         for name in names:
             if name not in theirs:
                 raise UnknownOperatorError(
-                    f"{impl_id!r} implements no operator {name!r}{suggestion(name, theirs)}"
+                    f"{impl_id!r} does not implement {name!r}{suggestion(name, theirs)}"
                 )
     entries = (theirs[name] for name in names)
     found = [(entry, entry.contract) for entry in entries if entry.contract is not None]
     if not found:
         close = suggestion(names[0], registry.contracts) if len(names) == 1 else ""
         raise ConfigurationError(
-            f"no operator of {impl_id!r} has a contract to be tested against: "
+            f"no operator of {impl_id!r} has a contract to test against: "
             f"{', '.join(map(repr, names))}{close}"
         )
     return found
@@ -314,8 +314,8 @@ def _named(name: str, here: Found, device: str, wanted: frozenset[str] | None) -
     if not matching:
         operator = [it for it in here if it[1].name == name.partition("/")[0]]
         near = [case.name for it in operator for case in _of_entry(*it, device, wanted)]
-        form = "operator/impl_id/dtype/what/sample, * for anything"
-        raise ConfigurationError(f"no case is named {name!r} ({form}){suggestion(name, near)}")
+        form = "operator/impl_id/dtype/what/sample; * matches anything"
+        raise ConfigurationError(f"no case named {name!r} ({form}){suggestion(name, near)}")
     yield from matching
 
 

@@ -92,7 +92,7 @@ class Run:
         second = self.serve(call)
         for before, value in zip(kept, tensors(first), strict=True):
             if not torch.equal(before, bits(value)):
-                raise self.error("a call has written an output of the call before")
+                raise self.error("a call overwrote an output of the previous call")
         worst = self.check_values(second)
         for value in tensors(second[: self.outputs]):
             value.zero_()
@@ -115,7 +115,7 @@ class Run:
                 raise self.error(f"{self.named(place)} requires grad")
         for name in self.contract.mutates:
             if not all(it.is_leaf for it in tensors(by_name(self.contract, fresh).get(name))):
-                raise self.error(f"has written {name!r} under autograd's eyes")
+                raise self.error(f"wrote {name!r} while autograd was recording (use no_grad)")
         return PASSED
 
     def fake(self) -> Outcome:
@@ -153,7 +153,7 @@ class Run:
         for _ in range(3):
             again = tensors(self.serve(self.fresh()))
             if not all(torch.equal(bits(a), b) for a, b in zip(again, first, strict=True)):
-                raise self.error("not the same bits again")
+                raise self.error("the results of two runs differ in their bits")
         return PASSED
 
     def batch_invariant(self) -> Outcome:
@@ -166,8 +166,8 @@ class Run:
                 has_rows = value.ndim and (len(value), len(part)) == (rows, end - first)
                 if has_rows and not torch.equal(bits(value[first:end]), bits(part)):
                     raise self.error(
-                        f"{what}: rows {first} to {end} alone differ in their "
-                        f"bits from the same among {rows}"
+                        f"{what}: rows {first} to {end} computed alone differ in their "
+                        f"bits from the same rows among {rows}"
                     )
         return PASSED
 
@@ -185,10 +185,9 @@ class Run:
             raise
         except Exception as error:
             raise self.error(
-                f"fails on {self.sample.label} with {type(error).__name__}, "
-                f"not with an ArgumentError: {error}"
+                f"raises {type(error).__name__} on {self.sample.label}, not ArgumentError: {error}"
             ) from error
-        raise self.error(f"takes {self.sample.label}")
+        raise self.error(f"accepts {self.sample.label}; it must raise ArgumentError")
 
     def only_called(self, *, poisoned: bool = True) -> Outcome:
         """The call runs to its end, under a tool that checks every memory access.
@@ -247,13 +246,13 @@ class Run:
         if isinstance(returned, list) or (results is returned and len(results) == 1):
             rule = self.contract.shapes(*self.sample.args, **self.sample.kwargs)
             if isinstance(returned, list) and not isinstance(rule, list):
-                right = "in a tuple" if isinstance(rule, tuple) else "by itself"
-                raise self.error(f"returned a list; what it returns should be {right}")
+                right = "a tuple" if isinstance(rule, tuple) else "the output itself"
+                raise self.error(f"returned a list; must return {right}")
             if isinstance(returned, tuple) and not isinstance(rule, tuple):
-                raise self.error("returned its output in a tuple, not by itself")
+                raise self.error("returned a tuple; must return the output itself")
         held = [*tensors((call.args, call.kwargs))]
         if len(held) != len(passed) or any(a is not b for a, b in zip(held, passed, strict=True)):
-            raise self.error("has changed a list that it was given, not the tensors in it")
+            raise self.error("replaced tensors in a list argument, instead of writing into them")
         given = by_name(self.contract, call)
         written = tuple(given.get(name) for name in self.contract.mutates)
         if self.contract.decode is not None:
@@ -289,8 +288,8 @@ class Run:
         count = self.outputs + len(self.contract.mutates)
         if len(expected) != count:
             raise ConformanceError(
-                f"the oracle of {self.contract.name} returns {len(expected)} values; the "
-                f"outputs and the arguments in mutates are {count}"
+                f"the oracle of {self.contract.name} returns {len(expected)} values, not {count}: "
+                "one for each output and each argument in mutates"
             )
         return expected
 
@@ -334,7 +333,7 @@ class Run:
             for old, new in zip(tensors(before[name]), tensors(value), strict=True):
                 if not _unwritten(old, new, mutable):
                     beside = "the memory beside " if mutable else ""
-                    raise self.error(f"has written {beside}its input {name!r}")
+                    raise self.error(f"wrote to {beside}its input {name!r}")
 
     def check_aliases(self, call: Sample, values: Values) -> None:
         """Check that no output is in the storage of an input."""

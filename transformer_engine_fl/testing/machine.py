@@ -76,7 +76,7 @@ def usable_device(name: str, setting: str) -> torch.device:
             f"this machine has: {', '.join(device_types())}"
         ) from None
     if device.type == "meta":
-        raise ConfigurationError(f"{setting}: nothing is computed on 'meta'")
+        raise ConfigurationError(f"{setting}: 'meta' computes nothing; name another device")
     return device
 
 

@@ -24,11 +24,11 @@ __all__ = ["pytest_addoption", "pytest_configure"]
 MARK = "te_fl"
 
 OPTIONS = {
-    "impl": ("IMPL_ID", "hold the implementation set IMPL_ID against the contracts"),
+    "impl": ("IMPL_ID", "test the implementation set IMPL_ID against the contracts"),
     "op": ("OP", "only this operator"),
-    "device": ("DEVICE", "on this device: cpu, cuda (each device here that the set runs on)"),
+    "device": ("DEVICE", "on this device: cpu, cuda (all that the set supports here)"),
     "dtype": ("DTYPE", "only the samples of this dtype: bfloat16"),
-    "case": ("NAME", "only the case of this name, in which * stands for anything"),
+    "case": ("NAME", "only the case with this name; * matches anything"),
 }
 
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     for name, values in given.items():
         if values:
-            raise pytest.UsageError(f"--te-fl-{name}: say which set, with --te-fl-impl")
+            raise pytest.UsageError(f"--te-fl-{name} needs --te-fl-impl")
 
 
 class Suite:

@@ -82,7 +82,7 @@ def verify(
     check_counts(every, jobs)
     if jobs > 1 and (manager is not None or only is not None):
         raise ConfigurationError(
-            "jobs: only 1 with cases asked for by name or a manager of your own"
+            "jobs: must be 1 with cases selected by name or with a manager argument"
         )
     manager = manager or get_default_manager()
     operators = None if operators is None else tuple(operators)
@@ -135,7 +135,7 @@ def check_counts(every: int, jobs: int) -> None:
         ConfigurationError: one is below 1.
     """
     if every < 1 or jobs < 1:
-        raise ConfigurationError(f"every and jobs are at least 1; given: {every} and {jobs}")
+        raise ConfigurationError(f"every and jobs must be at least 1, got {every} and {jobs}")
 
 
 def _each(every: int, found: Iterable[Case]) -> Iterator[Case]:
@@ -186,7 +186,7 @@ def _shared(impl_id: str, parts: list[_Part], every: int, jobs: int, progress: P
         except BrokenProcessPool as error:
             open_ = sorted({part.operator for part in parts if part not in done})[: 2 * jobs]
             raise TeFlError(
-                f"a process that ran cases of {impl_id} was ended; not done: "
+                f"a process that ran cases of {impl_id} died; not finished: "
                 f"{', '.join(open_)}; run these with --op and one job"
             ) from error
         finally:

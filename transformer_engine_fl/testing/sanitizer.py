@@ -71,9 +71,9 @@ def find() -> str:
     program = shutil.which(PROGRAM)
     if program is None:
         raise ConfigurationError(
-            f"{PROGRAM} is not on the PATH: CUDA's toolkit has it in its folder bin "
-            "(/usr/local/cuda/bin), the wheel nvidia-cuda-sanitizer-api in nvidia/cu13/bin "
-            "of site-packages"
+            f"{PROGRAM} is not on the PATH: it is in the folder bin of the CUDA toolkit "
+            "(/usr/local/cuda/bin), or in nvidia/cu13/bin of site-packages with the wheel "
+            "nvidia-cuda-sanitizer-api"
         )
     return program
 
@@ -202,7 +202,7 @@ class Process:
 
     def last_words(self) -> str:
         """The last lines of its output; of the tool's lines only the first of each report."""
-        return " | ".join(self._last) or "it said nothing"
+        return " | ".join(self._last) or "no output"
 
     def _lines(self) -> Iterator[str]:
         """The process's announcements; keeps the tool's lines in between."""

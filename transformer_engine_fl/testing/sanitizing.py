@@ -143,8 +143,8 @@ class Report:
             f"{', '.join(wrong) or nothing} in {self.total('calls')} calls",
             f"{self.total('declined')} declined" if self.total("declined") else "",
             f"operators: {len({row.operator for row in self.rows})}",
-            f"1 call in {self.every} was made" if self.every > 1 else "",
-            f"{len(self.unfinished)} dtypes of operators not finished" if self.unfinished else "",
+            f"1 call in {self.every} was run" if self.every > 1 else "",
+            f"{len(self.unfinished)} operator dtypes not finished" if self.unfinished else "",
         ]
         return f"{self.impl_id} under {self.tool}: {'; '.join(filter(None, parts))}"
 
@@ -187,7 +187,9 @@ def sanitize(
         TeFlError: a process ended before its first call.
     """
     if tool not in TOOLS:
-        raise ConfigurationError(f"compute-sanitizer: {tool!r} is none of {', '.join(TOOLS)}")
+        raise ConfigurationError(
+            f"compute-sanitizer: unknown tool {tool!r}; valid: {', '.join(TOOLS)}"
+        )
     check_counts(every, jobs)
     program = find()
     start = time.perf_counter()
@@ -240,8 +242,8 @@ def _parts(
                 named.setdefault((case.operator, case.dtype), []).append(case.name)
         if not named:
             raise ConfigurationError(
-                f"none of {', '.join(map(repr, only))} is the name of a call: those of cases "
-                "that compare values, OPERATOR/IMPL_ID/DTYPE/values/SAMPLE"
+                f"{', '.join(map(repr, only))} names no call to sanitize; only cases that "
+                "compare values can be named: OPERATOR/IMPL_ID/DTYPE/values/SAMPLE"
             )
         return [Part(device, *key, tuple(names)) for key, names in named.items()]
     seen: collections.Counter[str] = collections.Counter()
@@ -368,7 +370,7 @@ class _Running:
             self._failed(row, process, f"ended the process: {process.last_words()}")
         elif after == first:
             raise TeFlError(
-                f"a process under {PROGRAM} has ended before a call: {process.last_words()}"
+                f"a process under {PROGRAM} ended before its first call: {process.last_words()}"
             )
         return after
 
@@ -379,9 +381,9 @@ class _Running:
         if self.stopped:
             return
         if process.counted is None:
-            self._note(f"{PROGRAM} has not said how many errors it counts: {process.last_words()}")
+            self._note(f"{PROGRAM} did not report its error count: {process.last_words()}")
         elif process.counted and not process.reported:
-            self._note(f"{PROGRAM} counts {process.counted} errors, and has reported none")
+            self._note(f"{PROGRAM} counted {process.counted} errors, but reported none")
 
     def _failed(self, row: Row, process: Process, said: str) -> None:
         row.failed += 1

@@ -193,7 +193,7 @@ def _body(card: Scorecard, heading: str) -> Iterator[str]:
         named = ", ".join(str(it[key]) for key in ("name", "arch") if it[key])
         yield f"| {it['device']} | {named} |"
     for name, version in card.versions.items():
-        yield f"| {name} | {version or 'not there'} |"
+        yield f"| {name} | {version or 'not installed'} |"
     yield ""
     yield f"{heading} Operators"
     yield ""

@@ -45,10 +45,10 @@ def left_alone() -> Iterator[None]:
                 put(before[name])
         for name, it, state in generators:
             if _content(it.get_state()) != _content(state):
-                changed.append(f"the state of {name}, from which no operator draws")
+                changed.append(f"the state of {name}, which operators must not use")
                 it.set_state(state)
         if changed and (raised is None or isinstance(raised, Exception)):
-            raise ConformanceError(f"has left changed: {'; '.join(changed)}") from raised
+            raise ConformanceError(f"did not restore: {'; '.join(changed)}") from raised
 
 
 def _generators() -> Iterator[tuple[str, torch.Generator]]:

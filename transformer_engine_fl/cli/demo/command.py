@@ -35,9 +35,11 @@ def demo(
         int | None, typer.Option(min=1, help="How many steps to train (250, or 20 for each set).")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Of the parameters and the batches.")
+        int, typer.Option(min=0, max=2**31 - 1, help="The random seed of parameters and batches.")
     ] = 0,
-    device: Annotated[str | None, typer.Option(help="Where: cpu, cuda, cuda:1.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="The device to train on: cpu, cuda, cuda:1.")
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(

@@ -65,7 +65,7 @@ def run_set(impl_set: ImplSet, train: Callable[[], Run]) -> Outcome:
         return Outcome(impl_set, failed=str(error))
     if not any(impl_set.holds(served.impl) for served in run.served):
         others = ", ".join(sorted({served.impl.impl_id for served in run.served}))
-        return Outcome(impl_set, run, failed=f"it never served; {others} did")
+        return Outcome(impl_set, run, failed=f"it served no call; {others} served")
     return Outcome(impl_set, run)
 
 

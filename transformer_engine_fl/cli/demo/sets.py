@@ -91,14 +91,14 @@ def find_sets(names: str, manager: OpManager) -> tuple[ImplSet, ...]:
 
 def _find(name: str, known: Mapping[str, ImplSet]) -> ImplSet:
     if not name:
-        raise ConfigurationError("--compare: a name is empty; SET,SET with a comma between names")
+        raise ConfigurationError("--compare: a name is empty; separate names with commas: SET,SET")
     if ":" in name:
         return ImplSet(name, Selector.parse(name, "--compare"))
     by_folded = {each.casefold(): one for each, one in known.items()}
     found = known.get(name) or by_folded.get(name.casefold())
     if found is None:
         raise ConfigurationError(
-            f"--compare: no set is called {name!r}; known: {', '.join(sorted(known))}"
+            f"--compare: unknown set {name!r}; known: {', '.join(sorted(known))}"
             f"{suggestion(name, known)}"
         )
     return found

@@ -47,12 +47,12 @@ def new_plugin(
     style: Annotated[
         Style,
         typer.Option(
-            help="How it declares its operators: to this package, or as a backend written for "
-            "Liger-Kernel or FlagGems does."
+            help="The interface by which it declares its operators: this package's own, or that "
+            "of a backend for Liger-Kernel or FlagGems."
         ),
     ] = Style.SET,
     output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the package's folder is made.")
+        Path, typer.Option(metavar="FOLDER", help="Where to create the package's folder.")
     ] = Path(),
 ) -> None:
     """Write a package for a vendor: kernels, entry point, README, and a test that passes.
@@ -85,11 +85,11 @@ def _checked(name: str) -> str:
     """
     if not re.fullmatch(NAME, name):
         raise ConfigurationError(
-            f"new-plugin: {name!r} is no name for a vendor: a letter, then letters and digits, "
+            f"new-plugin: {name!r} is not a valid vendor name: a letter, then letters and digits, "
             "with single '-' or '_' between them"
         )
     if name.lower() in KINDS:
-        raise ConfigurationError(f"new-plugin: {name!r} is a kind of implementation, no vendor")
+        raise ConfigurationError(f"new-plugin: {name!r} is a kind of implementation, not a vendor")
     from transformer_engine_fl.core.manager import OpManager
     from transformer_engine_fl.core.registry import OpRegistry
 
@@ -136,7 +136,7 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
         ConfigurationError: it exists already, or cannot be made.
     """
     if folder.exists():
-        raise ConfigurationError(f"new-plugin: {folder} is there already")
+        raise ConfigurationError(f"new-plugin: {folder} already exists")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-plugin-") as made:

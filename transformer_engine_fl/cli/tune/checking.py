@@ -60,7 +60,7 @@ def examined(output: Path | None = None) -> tuple[list[Checked], list[str]]:
 
 def _files(output: Path) -> list[Path]:
     if not output.exists():
-        raise ConfigurationError(f"--output: there is no file and no folder {output}")
+        raise ConfigurationError(f"--output: no such file or folder: {output}")
     if not output.is_dir():
         return [output]
     return [it for it in sorted(output.rglob("*")) if it.suffix in lookup.SUFFIXES]
@@ -83,11 +83,11 @@ def _of_place(content: TuningFile, path: Path, roots: Sequence[Path]) -> Iterato
     vendor = path.parent.name
     if path.parent.parent in roots and path.parent not in roots and vendor not in lookup.VENDORS:
         hint = suggestion(vendor, lookup.VENDORS)
-        yield f"{path}: its folder says {vendor!r}, and no vendor is called so{hint}"
+        yield f"{path}: its folder names the unknown vendor {vendor!r}{hint}"
     if content.device is not None and path.stem not in (content.device, "default"):
         named_alike = lookup.vendor_of(path.stem)
         if named_alike is not None:
-            yield f"{path}: its name says {path.stem!r}, it is for {content.device!r}"
+            yield f"{path}: its name says {path.stem!r}, but it is for {content.device!r}"
 
 
 def _unread(path: Path) -> Iterator[str]:
@@ -114,4 +114,4 @@ def _unknown_heuristics() -> Iterator[str]:
         for name in vendor.heuristics:
             if name not in CHOICES:
                 hint = suggestion(name, CHOICES)
-                yield f"vendor {vendor.name}: a heuristic for the unknown choice {name!r}{hint}"
+                yield f"vendor {vendor.name}: heuristic for the unknown choice {name!r}{hint}"

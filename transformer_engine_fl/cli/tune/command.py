@@ -30,40 +30,43 @@ __all__ = ["tune"]
 
 def _named(text: str) -> Path:
     if not text:
-        raise typer.BadParameter("an empty text is no path")
+        raise typer.BadParameter("the path is empty")
     return Path(text)
 
 
 def tune(
     op: Annotated[
         list[str] | None,
-        typer.Option(metavar="OP", help="Only this operator; repeatable (each that has choices)."),
+        typer.Option(metavar="OP", help="Only this operator; repeatable (all that have choices)."),
     ] = None,
     shapes: Annotated[
         str | None,
         typer.Option(
-            metavar="SHAPES", help="On these shapes, 8192x4096,4096x8192 (the operator's own)."
+            metavar="SHAPES",
+            help="The shapes to measure: 8192x4096,4096x8192 (a list of the operator's own).",
         ),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="In this dtype; repeatable (the operator's own)."),
+        typer.Option(
+            metavar="DTYPE", help="The dtype to measure; repeatable (the operator's own)."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
             parser=_named,
-            help="The file (.yaml) or folder that is written (the user's own folder).",
+            help="The file (.yaml) or folder to write (the user's tuning folder).",
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Measure nothing: say what is wrong in tuning files.")
+        bool, typer.Option("--check", help="Measure nothing; report errors in tuning files.")
     ] = False,
     jobs: Annotated[
         int,
         typer.Option(
-            "--jobs", "-j", metavar="N", min=1, help="Compile in so many processes beforehand."
+            "--jobs", "-j", metavar="N", min=1, help="Compile in this many processes beforehand."
         ),
     ] = 1,
     json: Json = False,
@@ -79,7 +82,7 @@ def tune(
     if check:
         if op or dtype or shapes is not None:
             raise ConfigurationError(
-                "--check looks at whole files: leave out --op, --shapes and --dtype"
+                "--check checks whole files; leave out --op, --shapes and --dtype"
             )
         raise typer.Exit(_check(output, as_json=json))
     wanted, sizes, dtypes = _operators(op or []), _shapes(shapes), dtype or []
@@ -117,11 +120,13 @@ def _device() -> torch.device:
     import torch
 
     if not torch.cuda.is_available():
-        raise TeFlError("tuning measures on a GPU, and torch sees none on this machine")
+        raise TeFlError("tuning needs a GPU, and torch sees none on this machine")
     from transformer_engine_fl.backends.flagos import _launch
 
     if _launch.INTERPRETED:
-        raise TeFlError("tuning measures on a GPU; TRITON_INTERPRET has kernels run on the CPU")
+        raise TeFlError(
+            "tuning needs a GPU; TRITON_INTERPRET is set and runs kernels on the CPU; unset it"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -132,7 +137,7 @@ def _operators(names: Sequence[str]) -> list[Calls]:
     for name in names:
         if name not in known:
             raise ConfigurationError(
-                f"--op: nothing is measured for {name!r}; there are: {', '.join(known)}"
+                f"--op: {name!r} has nothing to tune; valid: {', '.join(known)}"
                 f"{suggestion(name, known)}"
             )
     return [it for it in CALLS if it.op in (names or known)]
@@ -143,7 +148,7 @@ def _shapes(text: str | None) -> list[Shape]:
     for part in (text or "").split(",") if text is not None else ():
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", part.strip()):
             raise ConfigurationError(
-                f"--shapes: {part!r} is no shape; example: 8192x4096,4096x8192"
+                f"--shapes: {part!r} is not a shape; example: 8192x4096,4096x8192"
             )
         shapes.append(tuple(int(number) for number in part.split("x")))
     return shapes
@@ -157,17 +162,17 @@ def _check_question(
     for calls in wanted:
         for shape in shapes:
             if len(shape) != len(calls.shapes[0]):
-                more = "; --op names the operators it is for" if len(wanted) > 1 else ""
+                more = "; select operators with --op" if len(wanted) > 1 else ""
                 raise ConfigurationError(
-                    f"--shapes: {'x'.join(map(str, shape))} is no shape of {calls.op}, "
-                    f"which has {calls.axes}{more}"
+                    f"--shapes: {'x'.join(map(str, shape))} does not fit {calls.op}, "
+                    f"which needs {calls.axes}{more}"
                 )
         for name in dtypes:
             known = CATALOGUE[calls.op].dtypes
             if name not in known:
                 raise ConfigurationError(
-                    f"--dtype: {calls.op} takes no {name!r}; "
-                    f"it takes: {', '.join(known)}{suggestion(name, known)}"
+                    f"--dtype: {calls.op} does not support {name!r}; "
+                    f"supported: {', '.join(known)}{suggestion(name, known)}"
                 )
 
 
@@ -178,8 +183,8 @@ def _path(output: Path | None, name: str) -> Path:
     vendor = lookup.vendor_of(name)
     if vendor is None:
         raise ConfigurationError(
-            f"nobody has registered {name!r} as a device of a vendor, whose folder a file goes "
-            "to; name a file with --output FILE.yaml"
+            f"no vendor has registered the device {name!r}, so the file has no folder; "
+            "name a file with --output FILE.yaml"
         )
     return (lookup.user_folder() if output is None else output) / vendor.name / f"{name}.yaml"
 
@@ -198,7 +203,7 @@ def _check_file(path: Path, device: torch.device, wanted: Sequence[Calls]) -> No
             files.values(content, CHOICES[name], path)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error}; nothing that is measured for {name!r} would count beside it: mend or "
+                f"{error}; measurements of {name!r} in this file would be ignored: fix or "
                 "remove that entry, or name another file with --output"
             ) from None
 
@@ -277,7 +282,7 @@ def _show(results: Sequence[Result]) -> None:
     rows: list[tuple[str | Text, ...]] = []
     for it in results:
         job, other = it.job, it.value is not None and it.value != it.heuristic
-        chosen = Text(shown(it.value) if it.value else "none is right", "" if it.value else "red")
+        chosen = Text(shown(it.value) if it.value else "none passed", "" if it.value else "red")
         faster = Text(_figure(it.ms), "green" if other else "")
         called = f"{'x'.join(map(str, job.shape))} {job.dtype}"
         rule = (shown(it.heuristic), _figure(it.heuristic_ms))
@@ -309,5 +314,5 @@ def _check(output: Path | None, *, as_json: bool) -> int:
         line = Text("broken: ", "bold red").append(problem, "not bold default")
         out.print(line, soft_wrap=True)
     if not found:
-        out.print("there is no tuning file: every choice is made by rule")
+        out.print("no tuning file found: every choice is made by rule")
     return 1 if problems else 0

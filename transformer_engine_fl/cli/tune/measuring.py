@@ -208,7 +208,7 @@ def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], 
     with job.choice.trial() as keys:
         _attempt(job, lambda: entry.fn(*timed.args, **timed.kwargs))
     if len(keys) != 1:
-        raise TeFlError(f"{job}: asks {len(keys)} times for {job.choice.name!r}, not once")
+        raise TeFlError(f"{job}: looks {job.choice.name!r} up {len(keys)} times, not once")
     (key,) = keys
     first = job.choice.unmeasured(device, key)
     values = list(dict.fromkeys([first, *job.choice.candidates(*key)]))
@@ -291,8 +291,8 @@ def _said(job: Job, error: Exception, value: Any = None) -> str:
     if TorchTensors().is_fatal(error):
         whose = job if value is None else f"{job}: {shown(value._asdict())}"
         raise TeFlError(
-            f"{whose}: {line}; nothing is measured after that; --shapes measures smaller ones, "
-            "should memory have run out"
+            f"{whose}: {line}; measuring has stopped; if the device is out of memory, give "
+            "smaller --shapes"
         ) from error
     return line
 
@@ -306,4 +306,4 @@ def named(results: Sequence[Result]) -> Iterator[str]:
     """A line for each candidate that was discarded."""
     for it in results:
         for value, reason in it.discarded:
-            yield f"{it.job}: {it.job.choice.name} {shown(value)} is out: {reason}"
+            yield f"{it.job}: {it.job.choice.name} {shown(value)} is discarded: {reason}"
