@@ -28,11 +28,11 @@ def heads(b: int = 2, s: int = 16, h: int = 4, d: int = 16, h_kv: int = 4) -> tu
 @pytest.mark.parametrize(
     ("args", "options", "reason"),
     [
-        (heads(), {"dropout_p": 0.5}, "drops other weights"),
-        (heads(), {"window_size_left": 3}, "no window"),
-        (heads(), {"window_size_right": 0}, "no window"),
-        (heads(), {"softmax_type": "off_by_one"}, "offsets of softmax"),
-        ((*heads(), torch.zeros(1, 1, 16, 16)), {}, "the gradient of a bias"),
+        (heads(), {"dropout_p": 0.5}, "dropout does not use"),
+        (heads(), {"window_size_left": 3}, "not pass a window"),
+        (heads(), {"window_size_right": 0}, "not pass a window"),
+        (heads(), {"softmax_type": "off_by_one"}, "softmax offsets"),
+        ((*heads(), torch.zeros(1, 1, 16, 16)), {}, "bias gradients"),
         (
             heads(),
             {
@@ -40,15 +40,15 @@ def heads(b: int = 2, s: int = 16, h: int = 4, d: int = 16, h_kv: int = 4) -> tu
                 "cu_seqlens_q": torch.tensor([0, 5, 9], dtype=torch.int32),
                 "cu_seqlens_kv": torch.tensor([0, 5, 9], dtype=torch.int32),
             },
-            "no lengths",
+            "sequence lengths",
         ),
         ((heads(s=8)[0], *heads()[1:]), CAUSAL, "as many queries as keys"),
         (heads(d=12), {}, "width"),
         (heads(d=136), {}, "width"),
-        (heads(s=1), {}, "more than one key"),
+        (heads(s=1), {}, "two keys"),
         (tuple(it.float() for it in heads()), {}, "torch.float32"),
-        (tuple(it.transpose(1, 2) for it in heads()), {}, "tokens in order"),
-        ((tokens(2, 16, 4, 20)[..., :16], *heads()[1:]), {}, "aligned heads"),
+        (tuple(it.transpose(1, 2) for it in heads()), {}, "dimensions in memory order"),
+        ((tokens(2, 16, 4, 20)[..., :16], *heads()[1:]), {}, "dense heads"),
         (heads(), {"scale": -1.0}, "negative scale"),
         (heads(), {"scale": float("nan")}, "negative scale"),
     ],
@@ -79,7 +79,7 @@ def test_tensors_that_begin_between_accesses_are_left_to_others(place: int) -> N
     with cuda_emulation.running():
         attention.fused_attn_fwd(*given)  # a call like it is known now
         given[place] = unaligned(given[place])
-        with pytest.raises(NotSupportedError, match="begin at multiples of 16"):
+        with pytest.raises(NotSupportedError, match="aligned to 16"):
             attention.fused_attn_fwd(*given)
 
 
@@ -95,7 +95,7 @@ def test_without_cudnn_it_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> 
     with cuda_emulation.running():
         monkeypatch.setattr(attention, "_cudnn_version", lambda: 0)
         monkeypatch.setattr(attention, "_known", type(attention._known)())
-        with pytest.raises(NotSupportedError, match="no attention by cuDNN"):
+        with pytest.raises(NotSupportedError, match="no cuDNN 9 attention"):
             attention.fused_attn_fwd(*heads())
 
 

@@ -117,7 +117,7 @@ def test_what_inference_mode_has_made_is_refused_after_a_like_call_too(device: s
     with torch.inference_mode():
         outputs = normal([5, 9], device)
     for _ in range(2):
-        with pytest.raises(ArgumentError, match="made in inference mode"):
+        with pytest.raises(ArgumentError, match="created in inference mode"):
             optimizer.multi_tensor_scale(inputs, outputs, 2.0)
         optimizer.multi_tensor_scale(inputs, normal([5, 9], device), 2.0)
     with torch.inference_mode():

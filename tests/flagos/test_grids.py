@@ -80,7 +80,7 @@ def gradient_of_the_loss(new: New) -> None:
 def test_more_programs_across_than_a_grid_has_are_declined(
     call: Callable[[New], None], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    declined(call, "programs across", device, monkeypatch)
+    declined(call, "programs in a grid's second dimension", device, monkeypatch)
 
 
 def declined(
@@ -125,7 +125,7 @@ COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
     ),
     "pages of a cache": ("pages", lambda new: cached(new, pages=MORE)),
     "pages of a sequence": ("pages", lambda new: cached(new, listed=MORE)),
-    "places of a page": ("places of a page", lambda new: cached(new, places=MORE)),
+    "slots of a page": ("slots of a page", lambda new: cached(new, places=MORE)),
     "tokens of halves that are read": (
         "tokens",
         lambda new: context_parallel.thd_read_half_tensor(new(MORE, 1, 1), bounds(new), 0),
@@ -173,13 +173,13 @@ COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
     ),
     # These programs count beyond their last row: by all that all of them have at once.
     "tokens of a loss, and those beyond": (
-        "tokens in whole rounds",
+        "tokens, padded to whole tiles,",
         lambda new: router.fused_moe_aux_loss_fwd(
             new(MOST - 1, 16), new(16, dtype=torch.int32), 1, 1, 0.1
         ),
     ),
     "rows of experts, and those beyond": (
-        "rows in whole rounds",
+        "rows, padded to whole tiles,",
         lambda new: moe.moe_permute_mask_fwd(
             new(2, 1), new(2, 2, dtype=torch.bool), new(2, 2), num_out_tokens=MOST - 1
         ),
@@ -219,4 +219,4 @@ def test_more_than_a_kernel_counts_is_declined(
 ) -> None:
     what, call = COUNTED[name]
     monkeypatch.setattr(_arguments, "MOST", MOST)
-    declined(call, rf"\d+ {what}.* are more than a kernel counts", device, monkeypatch)
+    declined(call, rf"\d+ {what}.* exceed the kernel's limit", device, monkeypatch)

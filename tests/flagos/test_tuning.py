@@ -208,7 +208,7 @@ def test_the_vendors_of_the_package_have_their_architectures() -> None:
 
 ENTRY = "choices:\n  of_a_test:\n  - key: {columns: 64, itemsize: 2}\n    value: "
 WRONG = {
-    "a: [1\n": r":2: no YAML: ",
+    "a: [1\n": r":2: invalid YAML: ",
     "- 1\n": r":1: the file: ",
     "format: 2\n": r":1: format: input should be 1, got 2",
     "format: 1\nchoice: {}\n": r":2: choice: unknown key; .*did you mean 'choices'\?",
@@ -220,25 +220,28 @@ WRONG = {
     ENTRY + "{threads: 1, wide: 1}\n": r":4: .*value\.wide: .*boolean, got 1",
     ENTRY + "{threads: 0}\n": r":4: .*value: threads must be positive",
     ENTRY + "{threads: 1}\n  - key: {columns: 64, itemsize: 2}\n    value: {threads: 2}\n": (
-        r":5: .*1\.key: .* is there twice"
+        r":5: .*1\.key: duplicate key"
     ),
     ENTRY.replace("columns: 64", "columns: 65") + "{threads: 1}\n": (
-        r":3: .*key\.columns: 65 counts as 128: write that"
+        r":3: .*key\.columns: 65 rounds to 128; write 128"
     ),
     ENTRY.replace("columns", "column") + "{threads: 1}\n": (
         r":3: .*key\.column: unknown field; .*did you mean 'columns'\?"
     ),
     ENTRY.replace(", itemsize: 2", "") + "{threads: 1}\n": r":3: .*key: 'itemsize' is missing",
     ENTRY + "{threads: '256'}\n": r":4: .*value\.threads: .*be a number or a boolean, got '256'",
-    ENTRY + "{threads: 2026-13-45}\n": r":4: no YAML: threads: '2026-13-45' is no timestamp",
-    ENTRY + "{threads: 0x_}\n": r":4: no YAML: threads: '0x_' is no int",
-    ENTRY + f"{{threads: 0x1{'0' * 5000}}}\n": r":4: no YAML: threads: '0x1.*' is no int",
-    ENTRY + "{threads: !!int ''}\n": r":4: no YAML: threads: '' is no int",
-    ENTRY + "{threads: !!bool x}\n": r":4: no YAML: threads: 'x' is no bool",
-    ENTRY + "{threads: !!timestamp x}\n": r":4: no YAML: threads: 'x' is no timestamp",
-    ENTRY + "{threads: 1}\nchoices: {}\n": r":5: .*choices: is there twice, first in line 1",
-    ENTRY + "{threads: 1, threads: 2}\n": r":4: .*threads: is there twice, first in line 4",
-    ENTRY + "{threads: 1}\n  of_a_test: []\n": r":5: .*of_a_test: is there twice, .* line 2",
+    ENTRY
+    + "{threads: 2026-13-45}\n": r":4: invalid YAML: threads: '2026-13-45' is not a valid time",
+    ENTRY + "{threads: 0x_}\n": r":4: invalid YAML: threads: '0x_' is not a valid int",
+    ENTRY
+    + f"{{threads: 0x1{'0' * 5000}}}\n": r":4: invalid YAML: threads: '0x1.*' is not a valid int",
+    ENTRY + "{threads: !!int ''}\n": r":4: invalid YAML: threads: '' is not a valid int",
+    ENTRY + "{threads: !!bool x}\n": r":4: invalid YAML: threads: 'x' is not a valid bool",
+    ENTRY
+    + "{threads: !!timestamp x}\n": r":4: invalid YAML: threads: 'x' is not a valid timestamp",
+    ENTRY + "{threads: 1}\nchoices: {}\n": r":5: .*choices: duplicate key, first in line 1",
+    ENTRY + "{threads: 1, threads: 2}\n": r":4: .*threads: duplicate key, first in line 4",
+    ENTRY + "{threads: 1}\n  of_a_test: []\n": r":5: .*of_a_test: duplicate key, .* line 2",
     ENTRY.replace("64", "wide") + "{threads: 1}\n": r":3: .*key\.columns: .*integer, got 'wide'",
 }
 
@@ -353,7 +356,7 @@ def test_a_named_path_that_is_not_there_is_an_error(
     choice: Choice[Tile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name_path(monkeypatch, tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match=r"TE_FL_TUNING_PATH: .*no file.*nowhere"):
+    with pytest.raises(ConfigurationError, match=r"TE_FL_TUNING_PATH: .*no such file.*nowhere"):
         choice(CPU, 64, 2)
 
 
@@ -395,13 +398,13 @@ def test_a_vendor_that_registers_again_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"vendor": "a/b"}, "no vendor's name"),
+        ({"vendor": "a/b"}, "the vendor's name is invalid"),
         ({"vendor": "acme", "devices": "ax_*"}, "must be a list"),
-        ({"vendor": "acme", "devices": ["ax_*", 3]}, "3 is no pattern"),
-        ({"vendor": "acme", "folder": "nowhere"}, "nowhere is no folder"),
-        ({"vendor": "acme", "heuristics": {"of_a_test": print}}, "there is a heuristic for"),
-        ({"vendor": "beta", "folder": "."}, r"without devices; .* as devices=\['sm_90'\]"),
-        ({"vendor": "beta", "devices": [], "heuristics": {"of_a_test": max}}, "without devices"),
+        ({"vendor": "acme", "devices": ["ax_*", 3]}, "3 is not a device-name pattern"),
+        ({"vendor": "acme", "folder": "nowhere"}, "nowhere is not a folder"),
+        ({"vendor": "acme", "heuristics": {"of_a_test": print}}, "already has a heuristic"),
+        ({"vendor": "beta", "folder": "."}, r"needs devices, .* types: devices=\['sm_90'\]"),
+        ({"vendor": "beta", "devices": [], "heuristics": {"of_a_test": max}}, "needs devices"),
     ],
 )
 def test_a_registration_that_cannot_be_is_an_error(arguments: dict[str, Any], said: str) -> None:
@@ -436,7 +439,7 @@ def _failing(device: str, columns: int, itemsize: int) -> dict[str, Any]:
         (_failing, "ZeroDivisionError: in the rule"),
         (lambda device, columns, itemsize: {"thread": 1}, "thread"),
         (lambda device, columns, itemsize: {"threads": 0}, "threads must be positive"),
-        (lambda device, columns, itemsize: 5, "5 is no mapping"),
+        (lambda device, columns, itemsize: 5, "5 is not a mapping"),
         (lambda device, columns, itemsize: sys.exit("no licence"), "SystemExit: no licence"),
     ],
 )
@@ -565,7 +568,9 @@ def test_a_link_stays_one_and_the_file_keeps_its_mode(tmp_path: Path) -> None:
 def test_what_holds_for_every_device_does_not_become_one_devices(tmp_path: Path) -> None:
     path = write(tmp_path / "default.yaml", 64)
     before = path.read_text()
-    with pytest.raises(ConfigurationError, match=r"default\.yaml:1: choices: are for every device"):
+    with pytest.raises(
+        ConfigurationError, match=r"default\.yaml:1: choices: the file is for every device"
+    ):
         files.write(path, holding(of_a_test=[entry(128, 2)]))
     assert path.read_text() == before
     named_after_it = path.rename(tmp_path / f"{CALLED}.yaml")
@@ -576,7 +581,7 @@ def test_what_holds_for_every_device_does_not_become_one_devices(tmp_path: Path)
 def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("format: 1\ndevice: sm_90\n")
-    with pytest.raises(ConfigurationError, match=r"mine\.yaml:2: device: is for 'sm_90'"):
+    with pytest.raises(ConfigurationError, match=r"mine\.yaml:2: device: the file is for 'sm_90'"):
         files.write(path, holding())
     path.write_text("formats: 1\n")
     with pytest.raises(ConfigurationError, match="unknown key"):
@@ -586,7 +591,7 @@ def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path)
     os.mkfifo(pipe)
     path.unlink()
     path.symlink_to(pipe)
-    with pytest.raises(ConfigurationError, match="is no regular file"):
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
         files.write(path, holding())
     assert pipe.is_fifo()
 
@@ -694,7 +699,7 @@ def test_a_call_that_does_not_ask_for_the_choice_is_an_error(
     monkeypatch.setattr(
         measuring, "_entry", lambda op: Entry(impl, "a test", ops.CATALOGUE["silu"])
     )
-    with pytest.raises(TeFlError, match="asks 0 times for 'of_a_test'"):
+    with pytest.raises(TeFlError, match="looks 'of_a_test' up 0 times"):
         measuring.measure(job, CPU, timed(choice), lambda said: None)
 
 
@@ -1016,7 +1021,10 @@ def test_a_call_for_which_there_is_no_memory_is_no_traceback(
     assert tune("--op", "cross_entropy_fwd", "--output", str(path)) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("te-fl: cross_entropy_fwd ")
-    assert "40 GiB; nothing is measured after that; --shapes measures smaller ones" in said
+    assert (
+        "40 GiB; measuring has stopped; if the device is out of memory, give smaller --shapes"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -1044,7 +1052,7 @@ def test_what_the_code_no_longer_knows_is_told_before_it_hides_what_is_measured(
     asked = ("--shapes", "6x80", "--dtype", "float32", "--output", str(path))
     assert tune("--op", "cross_entropy_fwd", *asked) == 2
     told = capsys.readouterr().err
-    assert re.search(f"mine.yaml:{said}.*nothing that is measured for 'cross_entropy_fwd'", told)
+    assert re.search(f"mine.yaml:{said}.*measurements of 'cross_entropy_fwd'", told)
     assert path.read_text() == before
     measured("cross_entropy_bwd")  # of another choice nothing is hidden
     assert tune("--op", "cross_entropy_bwd", *asked) == 0
@@ -1053,9 +1061,9 @@ def test_what_the_code_no_longer_knows_is_told_before_it_hides_what_is_measured(
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        ("mine.yaml", "mine.yaml:2: device: is for 'sm_10'"),
-        ("mine.yaml/other.yaml", "mine.yaml is no folder"),
-        ("closed/new/other.yaml", "closed cannot be written to"),
+        ("mine.yaml", "mine.yaml:2: device: the file is for 'sm_10'"),
+        ("mine.yaml/other.yaml", "mine.yaml is not a folder"),
+        ("closed/new/other.yaml", "closed is not writable"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_an_error_before_any_work(

@@ -73,11 +73,11 @@ class Taking:
         kind = type(tensor)
         if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
             raise NotSupportedError(
-                f"{op}: {name!r} is a {kind.__name__}, which handles operators itself; "
+                f"{op}: {name!r} is a {kind.__name__}, which has its own __torch_dispatch__; "
                 "a kernel needs a tensor with memory"
             )
         if tensor.layout is not torch.strided:
-            raise NotSupportedError(f"{op}: {name!r} is laid out as {tensor.layout}, not strided")
+            raise NotSupportedError(f"{op}: {name!r} has layout {tensor.layout}, not strided")
         reason = self._refusal(tensor.device)
         if reason:
             raise NotSupportedError(f"{op}: {name!r} is on {tensor.device}: {reason}")
@@ -96,7 +96,9 @@ class Taking:
     def in_place(self, op: str, name: str, tensor: Tensor) -> Tensor:
         """The tensor, plain, to be written in place."""
         if tensor.is_neg():
-            raise NotSupportedError(f"{op}: {name!r} is negated lazily; a kernel would write it so")
+            raise NotSupportedError(
+                f"{op}: {name!r} has its negative bit set, which a kernel would ignore"
+            )
         return self.plain(op, name, tensor)
 
 
@@ -187,7 +189,7 @@ def laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, 
 def check_size(op: str, name: str, size: int, most: int) -> None:
     """Decline a size that a kernel cannot count."""
     if size > most:
-        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({most})")
+        raise NotSupportedError(f"{op}: {size} {name} exceed the kernel's limit of {most}")
 
 
 def check_fresh(op: str, tensor: Tensor) -> None:
@@ -201,13 +203,13 @@ def check_fresh(op: str, tensor: Tensor) -> None:
 def check_integers(op: str, *values: object) -> None:
     """Decline integers that are not known yet, as while torch traces."""
     if not all(isinstance(value, int) for value in values):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")
+        raise NotSupportedError(f"{op}: its options are symbolic, not concrete numbers")
 
 
 def check_numbers(op: str, *values: object) -> None:
     """Like :func:`check_integers`, for numbers of any kind."""
     if not all(isinstance(value, int | float) for value in values):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")
+        raise NotSupportedError(f"{op}: its options are symbolic, not concrete numbers")
 
 
 def fresh(op: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

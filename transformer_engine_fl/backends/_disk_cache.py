@@ -53,7 +53,7 @@ def check_writable() -> None:
     sets = root().iterdir() if root().is_dir() else ()
     for place in (nearest, *(it for it in sets if not it.name.startswith("."))):
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(f"nothing can be written in {place}")
+            raise PermissionError(f"{place} is not a writable folder")
 
 
 def folders() -> list[Folder]:
@@ -125,7 +125,7 @@ class DiskCache:
         except (OSError, RuntimeError):
             return None
         if content[:_HEAD] != _head(content[_HEAD:]):
-            logger.info("making %s again: it is damaged", path)
+            logger.info("%s is damaged and will be rebuilt", path)
             return None
         return content[_HEAD:]
 
@@ -148,8 +148,8 @@ class DiskCache:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "%s cannot be kept (%s): each process makes its own; "
-                    "XDG_CACHE_HOME chooses another folder",
+                    "%s cannot be cached (%s): each process makes its own; "
+                    "set XDG_CACHE_HOME to another folder",
                     self._what,
                     error,
                 )

@@ -332,10 +332,10 @@ class Listing:
         if isinstance(value, Tensor):
             tensor = self._plain(op, name, value)
             if value.is_neg():
-                raise NotSupportedError(f"{op}: {name!r} is negated lazily")
+                raise NotSupportedError(f"{op}: {name!r} has its negative bit set")
             return tensor
         if value is not None and not isinstance(value, int | float):
-            raise NotSupportedError(f"{op}: {name!r} is no number yet")
+            raise NotSupportedError(f"{op}: {name!r} is symbolic, not a concrete number")
         return value
 
 

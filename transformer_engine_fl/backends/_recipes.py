@@ -73,7 +73,7 @@ class Recipe(NamedTuple):
     ) -> Recipe:
         """The recipe of an operator's options."""
         if not isinstance(amax_epsilon, int | float):
-            raise NotSupportedError(f"{op}: amax_epsilon is no number yet")
+            raise NotSupportedError(f"{op}: amax_epsilon is symbolic, not a concrete number")
         form = FORMATS[format]
         kind = dtype or getattr(torch, form.dtypes[0])
         return cls(op, form, kind, columnwise, force_pow_2_scales, float(amax_epsilon))

@@ -166,7 +166,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY or func in _ZEROS:
             if type(result) is not Tensor or result.device != self.device:
-                self.refusal = f"{func} elsewhere"
+                self.refusal = f"{func} on another device"
             self.steps.append(("empty", result))
             if func in _ZEROS:
                 self.steps.append(("fill", result, 0))
@@ -283,7 +283,7 @@ class _Writer:
                 or not tensor.numel()
                 or tensor.data_ptr() & _ALIGNMENT_MASK
             ):
-                raise UnrepeatableError(f"the memory of {name!r}")
+                raise UnrepeatableError(f"{name!r} is empty, unaligned or on another device")
             self._own(name, tensor)
         # Where arguments overlap, an address does not tell which one it belongs to, unless kernels
         # get only the first address of each. A shared storage is no test for it: tensors of one
@@ -291,7 +291,7 @@ class _Writer:
         self.owners.sort(key=lambda owner: owner[:2])
         for (first, end, name, _), (start, _, other, _) in itertools.pairwise(self.owners):
             if start == first or (start < end and not declared.from_starts):
-                raise UnrepeatableError(f"the memory that {name!r} and {other!r} share")
+                raise UnrepeatableError(f"{name!r} and {other!r} overlap in memory")
 
     def constant(self, value: Any) -> str:
         if value is None or type(value) is bool:
@@ -325,7 +325,7 @@ class _Writer:
             self.tests.append(f"_all([_type(_it) is {self.constant(int)} for _it in {name}])")
             self.tests.append(f"{name} == {self.constant(kind(value))}")
         else:
-            raise UnrepeatableError(f"a {kind.__name__} as {name!r}")
+            raise UnrepeatableError(f"{name!r} is a {kind.__name__}")
 
     def address(self, value: int) -> str:
         if not value:
@@ -336,7 +336,7 @@ class _Writer:
                 return f"_a{name}"
             if start < value < end and (name in allocated or not self.from_starts):
                 return f"_a{name} + {value - start}"
-        raise UnrepeatableError("an address of other memory")
+        raise UnrepeatableError("an address outside the arguments and allocations")
 
     def name(self, value: Any) -> str:
         """For the statements of a launch: see :func:`note`."""
@@ -353,7 +353,7 @@ class _Writer:
         kind = type(value)
         if kind in (float, bool) or (kind is int and abs(value) < LEAST_ADDRESS):
             return self.constant(value)
-        raise UnrepeatableError(f"a {type(value).__name__} for a kernel")
+        raise UnrepeatableError(f"a kernel argument of type {type(value).__name__}")
 
     def step(self, kind: str, *what: Any) -> None:
         if kind == "empty":
@@ -372,7 +372,7 @@ class _Writer:
             tensor, value = what
             name = self.named.get(id(tensor)) or self.result(tensor)
             if type(value) not in (int, float):
-                raise UnrepeatableError("filling with what is no number")
+                raise UnrepeatableError("a fill value that is not a number")
             is_zero = value == 0 and math.copysign(1, value) > 0
             self.lines.append(
                 f"{name}.zero_()" if is_zero else f"{name}.fill_({self.constant(value)})"
@@ -381,7 +381,7 @@ class _Writer:
             (address,) = what
             starts = {start: name for start, _, name, _ in self.owners}
             if address not in starts:
-                raise UnrepeatableError("writing what is no argument")
+                raise UnrepeatableError("a write to a tensor that is not an argument")
             self.namespace["_increment"] = torch.autograd.graph.increment_version
             self.lines.append(f"_increment({starts[address]})")
         else:
@@ -402,7 +402,7 @@ class _Writer:
         if value is None or type(value) in (int, bool, float):
             return self.constant(value)
         if type(value) is not Tensor:
-            raise UnrepeatableError(f"a {type(value).__name__} as a result")
+            raise UnrepeatableError(f"a result of type {type(value).__name__}")
         if (name := self.named.get(id(value))) is not None:
             return name
         for start, end, name, owner in self.owners:
@@ -410,7 +410,7 @@ class _Writer:
                 seen = name
                 if value.dtype != owner.dtype:
                     if owner.element_size() != value.element_size():
-                        raise UnrepeatableError("a result of another size")
+                        raise UnrepeatableError("a result viewed with another element size")
                     seen += f".view({self.constant(value.dtype)})"
                 shape = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
                 if value.shape != owner.shape or value.stride() != owner.stride() or shape[2]:

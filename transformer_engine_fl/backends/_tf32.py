@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["AS_TF32", "uses_tf32"]
 
-AS_TF32 = "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)"
+AS_TF32 = "torch multiplies float32 in TF32 (torch.backends.cuda.matmul)"
 """The reason that a set gives when it declines."""
 
 _float32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # from 2.9 on

@@ -187,7 +187,7 @@ def check_size(op: str, name: str, size: int) -> None:
 
 def check_across(op: str, programs: int) -> None:
     """Decline more programs than the second axis of a grid can have."""
-    _arguments.check_size(op, "programs across", programs, _MOST_ACROSS)
+    _arguments.check_size(op, "programs in a grid's second dimension", programs, _MOST_ACROSS)
 
 
 def float32_precision(device: torch.device) -> str:

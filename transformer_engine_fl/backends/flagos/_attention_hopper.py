@@ -1235,7 +1235,7 @@ def backward(
     op, width = "fused_attn_bwd", q.shape[-1]
     sizes = _Sizes.of(q, k, qkv_format)
     padded = -(-sizes.sq // _TILE) * _TILE
-    check_size(op, "queries of all heads, in whole tiles,", sizes.batch * sizes.heads * padded)
+    check_size(op, "queries of all heads, padded to tiles,", sizes.batch * sizes.heads * padded)
     dout, q, k, v, out = (_loadable(op, it) for it in (dout, q, k, v, out))
     lses = fresh(op, q, (sizes.batch, sizes.heads, padded), torch.float32)
     deltas = fresh(op, q, lses.shape, torch.float32)

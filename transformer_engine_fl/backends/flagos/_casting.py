@@ -1716,7 +1716,9 @@ def cast(
     if group_sizes is not None:
         group_sizes = plain(recipe.op, "group_sizes", group_sizes).contiguous()
         if group_sizes.numel() > _MOST_GROUPS:
-            raise NotSupportedError(f"{recipe.op}: {group_sizes.numel()} groups are too many")
+            raise NotSupportedError(
+                f"{recipe.op}: {group_sizes.numel()} groups exceed the limit of {_MOST_GROUPS}"
+            )
     return _run(recipe, source, dense_scale(recipe.op, scale), group_sizes, False)[0]
 
 

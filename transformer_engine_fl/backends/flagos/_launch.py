@@ -182,12 +182,12 @@ def has_gluon() -> bool:
 def unsupported_device(device: torch.device) -> str | None:
     """Why kernels cannot run on ``device``'s tensors; None if they can."""
     if INTERPRETED:
-        return None if device.type == "cpu" else "Triton's interpreter is given CPU tensors only"
+        return None if device.type == "cpu" else "Triton's interpreter takes CPU tensors only"
     driven = _driven_type()
     if driven is None:
-        return "Triton finds no device to drive on this machine"
+        return "Triton finds no device that it supports on this machine"
     if device.type != driven:
-        return f"Triton drives {driven!r} devices here, the tensors are on {str(device)!r}"
+        return f"Triton runs on {driven!r} devices here; the tensors are on {str(device)!r}"
     return None
 
 

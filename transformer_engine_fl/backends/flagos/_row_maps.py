@@ -622,7 +622,7 @@ def place_by_mask(
         The number of pairs, on the device.
     """
     tokens, experts = routing_map.shape
-    check_size(op, "entries of a map", row_id_map.numel())
+    check_size(op, "entries of row_id_map", row_id_map.numel())
     routed = routing_map.view(torch.uint8)
     step, expert_step = routed.stride()
     dense = expert_step == 1 or experts == 1
@@ -633,7 +633,7 @@ def place_by_mask(
     tiles = -(-tokens // of_tile)
     if probs is not None:
         # A program adds the stride of its loop once more before it sees that no row is left.
-        check_size(op, "rows in whole rounds", have + tiles * of_tile)
+        check_size(op, "rows, padded to whole tiles,", have + tiles * of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)
     after = follows(routed.device)

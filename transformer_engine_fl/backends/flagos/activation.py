@@ -489,7 +489,7 @@ def _examined(
         grad = plain(op.name, "grad", grad)
     x = plain(op.name, op.dispatch_on, x)
     if not all(isinstance(value, int | float) for value in options.values()):
-        raise NotSupportedError(f"{op.name}: its options are no numbers yet")
+        raise NotSupportedError(f"{op.name}: its options are symbolic, not concrete numbers")
     if not x.dim():
         return grad, x, 1, 1
     x, x_step = by_rows(x)

@@ -339,11 +339,11 @@ def _prepared(
     heads, width = q.shape[-2:]
     if max(sq, skv) > _MOST_TOKENS:
         raise NotSupportedError(
-            f"{op}: a sequence of {max(sq, skv)} tokens is longer than {_MOST_TOKENS}"
+            f"{op}: a sequence of {max(sq, skv)} tokens exceeds the limit of {_MOST_TOKENS}"
         )
     if max(width, v.shape[-1]) > _WIDEST:
         raise NotSupportedError(
-            f"{op}: a head of {max(width, v.shape[-1])} features is wider than a tile ({_WIDEST})"
+            f"{op}: a head of {max(width, v.shape[-1])} features exceeds the limit of {_WIDEST}"
         )
     if bias is not None:
         bias = plain(op, "bias", bias).expand(b, heads, sq, skv)

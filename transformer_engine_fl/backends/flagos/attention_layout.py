@@ -487,7 +487,7 @@ def _appending(
     pages, page_size = k_cache.shape[:2]
     check_size(op, "sequences", sequences)
     check_size(op, "pages", max(pages, listed[0]))
-    check_size(op, "places of a page", page_size)
+    check_size(op, "slots of a page", page_size)
     launch, grid, given, numbers = launch_of_rows(
         op,
         _append,

@@ -171,7 +171,7 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
         if tile == _BY_ESTIMATE:
             return None
         if tile.specialize and tile not in specialized:
-            return f"with specialize there are only: {', '.join(map(str, specialized)) or 'none'}"
+            return f"with specialize, valid tiles: {', '.join(map(str, specialized)) or 'none'}"
         return sizes(tile)
 
     return Choice(
@@ -241,7 +241,7 @@ def _chosen(
         if best is not None:
             return best[1]
     raise NotSupportedError(
-        f"no tile of a product fits in the {offered.shared_bytes} bytes of shared memory"
+        f"no GEMM tile fits in the {offered.shared_bytes} bytes of shared memory"
     )
 
 
@@ -726,16 +726,16 @@ def _key(
 
 def _as_numbers(op: str, alpha: Any, beta: Any) -> tuple[float, float]:
     if not (isinstance(alpha, int | float) and isinstance(beta, int | float)):
-        raise NotSupportedError(f"{op}: alpha and beta are no numbers yet")
+        raise NotSupportedError(f"{op}: alpha and beta are symbolic, not concrete numbers")
     for number in (alpha, beta):
         if LARGEST_FLOAT32 < abs(number) < math.inf:
-            raise NotSupportedError(f"{op}: {number} is no float32, as a factor is in the kernels")
+            raise NotSupportedError(f"{op}: alpha and beta must fit in float32, got {number}")
     return float(alpha), float(beta)
 
 
 def _decline_float64(op: str, B: Tensor) -> None:
     if B.dtype == torch.float64:
-        raise NotSupportedError(f"{op}: float64, for which there are no kernels")
+        raise NotSupportedError(f"{op}: there are no float64 kernels")
 
 
 def _listed(value: Tensor | None) -> list[Tensor] | None:
@@ -1006,7 +1006,7 @@ def _same_kind(op: str, name: str, operands: list[_Operand]) -> list[_Operand]:
     alike = [it._replace(height=height) for it in operands]
     kinds = {(it.data.dtype, it.k_major, it.scales, it.width) for it in operands}
     if len(kinds) > 1 or any(it != height for it in tall):
-        raise NotSupportedError(f"{op}: the tensors of {name!r} have dtypes or scales of two kinds")
+        raise NotSupportedError(f"{op}: the tensors of {name!r} differ in dtype or kind of scale")
     if _launch.INTERPRETED:  # see _together
         alike = [it._replace(data=it.data.contiguous(), stride=it.data.shape[-1]) for it in alike]
     return alike

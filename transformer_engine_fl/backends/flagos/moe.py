@@ -423,7 +423,7 @@ def _used(pairs: RowMap, have: int) -> Tensor:
 
 def _map(op: str, row_id_map: Tensor, mask: bool) -> RowMap:
     entries = plain(op, "row_id_map", row_id_map)
-    check_size(op, "entries of a map", entries.numel())
+    check_size(op, "entries of row_id_map", entries.numel())
     return RowMap.of(entries, mask)
 
 

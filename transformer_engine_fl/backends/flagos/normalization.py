@@ -922,7 +922,7 @@ def _examine_forward(
     options = {"zero_centered_gamma": zero_centered_gamma, "out_dtype": out_dtype}
     op.check(input, *before, weight, *after, eps=eps, **options)
     if not isinstance(eps, int | float):
-        raise NotSupportedError(f"{op.name}: eps is a {type(eps).__name__}, not a number yet")
+        raise NotSupportedError(f"{op.name}: eps is a {type(eps).__name__}, not a concrete number")
     columns, device = input.shape[-1], input.device
     check_size(op.name, "columns", columns)
     input, distance = rows_to_sum(op.name, plain(op.name, "input", input))

@@ -651,7 +651,7 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
     table_unit = math.gcd(*(stride for _, stride in tables), WIDEST_UNIT)
     constants = tuple([part.constants() for part in parts])
     heads = [part.heads for part in parts]
-    check_size(op, "heads, doubled", 2 * sum(heads))  # portions may be twice as large
+    check_size(op, "heads (counted twice)", 2 * sum(heads))  # portions may be twice as large
     portion = triton.next_power_of_2(max(heads))
     plan = _plan_of(first, constants, places, (unit, table_unit, portion))
     blocks = -(-outer * inner // plan.tokens)
@@ -730,7 +730,7 @@ def _places(
     back: bool,
 ) -> _Places:
     if not all(isinstance(value, int) for value in (cp_size, cp_rank)):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")
+        raise NotSupportedError(f"{op}: its options are symbolic, not concrete numbers")
     starts, offsets = (
         None if value is None else plain(op, name, value).contiguous()
         for name, value in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens))

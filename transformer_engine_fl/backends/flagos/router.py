@@ -429,8 +429,8 @@ def _tiled(
         tile = listed(tiles, width)
         if tile is None:
             raise NotSupportedError(
-                f"{op}: a program keeps {max(tiles)} experts in registers, or half as many in "
-                f"float64; these are {block}, rounded up to a power of two"
+                f"{op}: a program keeps at most {max(tiles)} experts in registers, half as many "
+                f"in float64; got {block}, rounded up to a power of two"
             )
         threads, elements = tile
         rows = rows_of_tile(elements, width)
@@ -718,7 +718,7 @@ def fused_moe_aux_loss_fwd(
     check_across(op, blocks)
     programs = min(-(-rows // plan.rows), max(1, _LOSS_PROGRAMS // max(1, blocks)))
     # A program adds the stride of its loop once more before it sees that no row is left.
-    check_size(op, "tokens in whole rounds", rows + programs * plan.rows)
+    check_size(op, "tokens, padded to whole tiles,", rows + programs * plan.rows)
     left = programs * blocks
     partial = fresh(op, probs, (left,), const.dtype)
     if left:

@@ -732,7 +732,9 @@ def _plan(
 
 def _factor(op: Contract[..., Any], scale: float) -> float:
     if not isinstance(scale, int | float):
-        raise NotSupportedError(f"{op.name}: scale is a {type(scale).__name__}, not a number yet")
+        raise NotSupportedError(
+            f"{op.name}: scale is a {type(scale).__name__}, not a concrete number"
+        )
     return float(scale)
 
 

@@ -69,8 +69,8 @@ class Choice(Generic[T]):
         other = CHOICES.get(name)
         if other is not None and other.heuristic.__module__ != heuristic.__module__:
             raise RegistrationError(
-                f"there is a choice {name!r} in {other.heuristic.__module__}; "
-                f"the one in {heuristic.__module__} needs another name"
+                f"choice {name!r} already exists in {other.heuristic.__module__}; "
+                f"rename the one in {heuristic.__module__}"
             )
         self.name = name
         self.value = value

@@ -116,7 +116,7 @@ class _Loader(yaml.SafeLoader):
             line, name = key.start_mark.line + 1, str(key.value)
             self._keys[value] = f"{name}: "
             if name in lines:
-                said = f"{name}: is there twice, first in line {lines[name]}"
+                said = f"{name}: duplicate key, first in line {lines[name]}"
                 raise ConstructorError(None, None, said, key.start_mark)
             lines[name] = line
         return node
@@ -128,7 +128,7 @@ class _Loader(yaml.SafeLoader):
                 raise OverflowError
             return value
         except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError):
-            said = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
+            said = f"{node.value!r} is not a valid {node.tag.rpartition(':')[2]}"
             key = self._keys.get(node, "")
             raise ConstructorError(None, None, f"{key}{said}", node.start_mark) from None
 
@@ -147,7 +147,7 @@ def read(path: Path) -> TuningFile:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         said = getattr(error, "problem", None) or str(error)
-        raise ConfigurationError(f"{where}: no YAML: {said}") from None
+        raise ConfigurationError(f"{where}: invalid YAML: {said}") from None
     try:
         return TuningFile.model_validate({} if content is None else content)
     except ValidationError as error:
@@ -206,7 +206,7 @@ def values(content: TuningFile, choice: Choice[T], path: Path) -> dict[Key, T]:
         where: Location = ("choices", choice.name, place)
         key = _key(choice, entry, path, (*where, "key"))
         if key in found:
-            raise problem(path, (*where, "key"), f"{entry.key} is there twice")
+            raise problem(path, (*where, "key"), f"duplicate key {entry.key}")
         try:
             found[key] = made(choice, entry.value)
         except ValidationError as error:
@@ -228,7 +228,7 @@ def _key(choice: Choice[Any], entry: Entry, path: Path, where: Location) -> Key:
         number = entry.key[name]
         rounded = choice.rounded(name, number)
         if number != rounded:
-            raise problem(path, (*where, name), f"{number} counts as {rounded}: write that")
+            raise problem(path, (*where, name), f"{number} rounds to {rounded}; write {rounded}")
     return tuple(entry.key[name] for name in choice.key)
 
 
@@ -239,7 +239,7 @@ def made(choice: Choice[T], fields: Mapping[str, Any]) -> T:
         ValueError: the fields do not fit, or a kernel cannot run with them.
     """
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{fields!r} is no mapping of fields")
+        raise ValueError(f"{fields!r} is not a mapping of fields")
     value: T = TypeAdapter(choice.value, config=_STRICT).validate_python(dict(fields))
     reason = choice.wrong(value)
     if reason is not None:
@@ -324,13 +324,13 @@ def present(path: Path, device: str | None) -> TuningFile:
         ConfigurationError: it is broken, no regular file, for another device, or for every device.
     """
     if path.exists() and not path.is_file():  # a new file would replace it
-        raise ConfigurationError(f"{path}: is no regular file")
+        raise ConfigurationError(f"{path}: is not a regular file")
     found = read(path) if path.exists() else TuningFile()
     if found.device not in (None, device):
-        message = f"is for {found.device!r}, this is {device!r}; name another file"
+        message = f"the file is for {found.device!r}, not for {device!r}; name another file"
         raise problem(path, ("device",), message)
     if found.choices and found.device is None and device not in (None, path.stem):
-        message = f"are for every device, this is {device!r}; name another file"
+        message = f"the file is for every device, not for {device!r}; name another file"
         raise problem(path, ("choices",), message)
     return found
 

@@ -132,27 +132,26 @@ def register_tuning(
     """
     name, where = vendor.lower(), f"register_tuning({vendor!r})"
     if not re.fullmatch(NAME, name):
-        raise RegistrationError(f"{where}: that is no vendor's name")
+        raise RegistrationError(f"{where}: the vendor's name is invalid")
     if isinstance(devices, str):
         raise RegistrationError(f"{where}: devices must be a list of patterns, got {devices!r}")
     for pattern in (devices := tuple(devices)):
         if not isinstance(pattern, str):
-            raise RegistrationError(f"{where}: {pattern!r} is no pattern of devices' names")
+            raise RegistrationError(f"{where}: {pattern!r} is not a device-name pattern")
     if folder is not None and not Path(folder).is_dir():
-        raise RegistrationError(f"{where}: {folder} is no folder")
+        raise RegistrationError(f"{where}: {folder} is not a folder")
     with LOADING:
         known = VENDORS.get(name) or Vendor(name)
         if not (devices or known.devices):
             raise RegistrationError(
-                f"{where}: nobody would look this up without devices; say which they are by an "
-                "architecture or a torch device type, as devices=['sm_90'] or ['npu'], * for "
-                "anything"
+                f"{where}: needs devices, without which it is never used; name architectures or "
+                "torch device types: devices=['sm_90'] or ['npu']; * matches anything"
             )
         for choice, heuristic in heuristics.items():
             other = known.heuristics.get(choice, heuristic)
             if _origin(other) != _origin(heuristic):
                 raise RegistrationError(
-                    f"{where}: there is a heuristic for {choice!r} already, {_origin(other)}"
+                    f"{where}: {choice!r} already has a heuristic, {_origin(other)}"
                 )
         VENDORS.pop(name, None)
         VENDORS[name] = known
@@ -195,7 +194,7 @@ def _is_here(vendor: Vendor) -> bool:
         if of_the_caller(error):
             raise
         answer = False
-        message = f"{vendor.name}'s is_here raised {worded(error)}: its tuning is passed over"
+        message = f"{vendor.name}'s is_here raised {worded(error)}: its tuning is skipped"
         _complain((vendor.name, "is_here"), message)
     vendor.is_here = None if answer else _never
     return answer
@@ -259,7 +258,7 @@ def stated_path() -> Path | None:
         path = Path(text).expanduser()
         path.stat()
     except (OSError, ValueError, RuntimeError) as error:  # no such thing, no path, no such user
-        message = f"{VARIABLE}: there is no file and no folder {text!r}: {error}"
+        message = f"{VARIABLE}: no such file or folder {text!r}: {error}"
         raise ConfigurationError(message) from None
     return path
 
@@ -381,7 +380,7 @@ def _or_warning(source: Source, what: object, read: Callable[[], T]) -> T | None
     except ConfigurationError as error:
         if source.named:
             raise ConfigurationError(f"{VARIABLE}: {error}") from None
-        _complain(what, f"{error}; it is passed over, `te-fl tune --check` looks at every file")
+        _complain(what, f"{error}; the file is skipped (`te-fl tune --check` checks every file)")
         return None
 
 
@@ -399,7 +398,7 @@ def _by_rule_of(vendor: Vendor, choice: Choice[T], name: str, key: Key) -> T | N
     except BaseException as error:  # a vendor's code; the general rule stands in
         if of_the_caller(error):
             raise
-        _complain((vendor.name, choice.name), f"{where} is passed over: {worded(error)}")
+        _complain((vendor.name, choice.name), f"{where} is skipped: {worded(error)}")
         return None
 
 

@@ -151,7 +151,7 @@ def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
             raise NotSupportedError(
                 f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
             )
-    raise NotSupportedError(f"vendor.cuda: {op.name} does not take these arguments: {arguments}")
+    raise NotSupportedError(f"vendor.cuda: {op.name} does not support these arguments: {arguments}")
 
 
 def refuse(op: str, reason: str | None) -> None:

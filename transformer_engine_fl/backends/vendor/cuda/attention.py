@@ -62,30 +62,30 @@ def _declined(
 ) -> str | None:
     """Why cuDNN does not serve a call; None if it does."""
     if _forward is None or _backward is None or _cudnn_version() < _LEAST_CUDNN:
-        return "this torch has no attention by cuDNN 9"
+        return "this torch has no cuDNN 9 attention"
     if q.dtype not in _DTYPES:
-        return f"cuDNN has no attention of {q.dtype}"
+        return f"cuDNN has no attention for {q.dtype}"
     if qkv_format == "thd" or "padding" in attn_mask_type:
-        return "torch hands no lengths of sequences on to cuDNN"
+        return "torch does not pass sequence lengths to cuDNN"
     if bias is not None or softmax_type != "vanilla":
-        return "torch's call of cuDNN has neither the gradient of a bias nor offsets of softmax"
+        return "torch's cuDNN attention has neither bias gradients nor softmax offsets"
     if dropout_p:
-        return "cuDNN drops other weights than the contract's generator says"
+        return "cuDNN's dropout does not use the contract's random generator"
     if scale is not None and not scale >= 0:
         # Scores behind the last key are -inf before they are scaled, and +inf afterwards.
         return "cuDNN's gradients are NaN for a negative scale"
     causal = attn_mask_type != "no_mask"
     if window_size_left != -1 or (window_size_right != -1 and not causal):
-        return "torch hands no window on to cuDNN"
+        return "torch does not pass a window to cuDNN"
     length = qkv_format.index("s")
     sq, skv = q.shape[length], k.shape[length]
     if causal and sq != skv:
         return "a causal mask needs as many queries as keys"
     if not q.numel() or skv < 2:
-        return "cuDNN needs queries, and more than one key"
+        return "cuDNN needs at least one query and two keys"
     width = q.shape[-1]
     if v.shape[-1] != width or width % 8 or width > _WIDEST:
-        return f"heads must have a width of 8, 16, ... {_WIDEST}, that of values too"
+        return f"the width of heads, also of values, must be one of 8, 16, ... {_WIDEST}"
     widest = max(max(extent(it), it.numel()) for it in (q, k, v))
     if widest > _MOST_ELEMENTS:
         return f"a tensor spans {widest} elements, more than cuDNN counts, {_MOST_ELEMENTS}"
@@ -101,7 +101,7 @@ def _gradients_declined(sq: int, skv: int, attn_mask_type: str) -> str | None:
     196678. The values of lse are not checked here.
     """
     if attn_mask_type == "no_mask" and (sq == 1 or skv % 128 == 64):
-        return "without a mask, cuDNN's gradients of one query or 64, 192, ... keys can be NaN"
+        return "without a mask, cuDNN's gradients can be NaN for 1 query or 64, 192, ... keys"
     return None
 
 
@@ -152,13 +152,17 @@ def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> l
         q, k, v = plains[1:4] if name == "fused_attn_bwd" else plains
         refuse(name, _declined(q, k, v, bias, **looked_at))
         if not all(map(_in_order, (q, k, v))):
-            refuse(name, "torch's plans of cuDNN want aligned heads in rows, tokens in order")
+            refuse(
+                name,
+                "torch's cuDNN plans need dimensions in memory order, dense heads, and strides "
+                f"of multiples of {_ALIGNMENT} bytes",
+            )
         if name == "fused_attn_bwd":
             length, mask = options["qkv_format"].index("s"), options["attn_mask_type"]
             refuse(name, _gradients_declined(q.shape[length], k.shape[length], mask))
         _known.add(call)
     if any(it.data_ptr() % _ALIGNMENT for it in plains):
-        refuse(name, f"torch tells cuDNN that tensors begin at multiples of {_ALIGNMENT} bytes")
+        refuse(name, f"torch's cuDNN plans need tensors that are aligned to {_ALIGNMENT} bytes")
     return plains
 
 

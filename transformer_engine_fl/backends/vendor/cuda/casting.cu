@@ -328,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Number step = static_cast<Number>(shares) * (AHEAD * ROWS);
   // With SUMS the reads of a row are issued before the values of the previous row are computed.
   constexpr bool pipelined = SUMS && WHOLE && !OWNED;
-  static_assert(!pipelined || AHEAD == 1, "one row of a thread is asked for");
+  static_assert(!pipelined || AHEAD == 1, "pipelined reads need AHEAD == 1");
   Share<kPiece> next;
   const auto is_inside = [&](Number row) {
     return row < rows && share < shares && column < static_cast<int>(width);
@@ -443,8 +443,8 @@ using Value = TX;
 using Value = float;
 #endif
 
-static_assert(LANES * kPiece == kSide, "a tile is as wide as the lanes' columns");
-static_assert(!ASIDE || (INSIDE && TURNED && WIDTH > 0), "whole tiles with blocks' scales");
+static_assert(LANES * kPiece == kSide, "LANES must cover a tile's columns");
+static_assert(!ASIDE || (INSIDE && TURNED && WIDTH > 0), "ASIDE needs block scales");
 
 // The stored scales of all blocks of one column of the tile, or of one row.
 using Inverses = Stored[kSide / (WIDTH > 0 ? WIDTH : 1)];
@@ -610,7 +610,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       constexpr int kBlocks = WIDTH < kRun ? kRun / (WIDTH > 0 ? WIDTH : 1) : 1;
       constexpr int kPerColumn = sizeof(Inverses) / sizeof(Stored);
       constexpr int kBlockRows = kRun / kBlocks;
-      static_assert(kThreads * 2 * kRun == kSide * kSide, "threads have all of a tile");
+      static_assert(kThreads * 2 * kRun == kSide * kSide, "the threads must cover the tile");
       __shared__ __align__(8) Inverses inverses[kSide];
       const int pair = threadIdx.x % (kSide / 2);
       const int run = threadIdx.x / (kSide / 2);

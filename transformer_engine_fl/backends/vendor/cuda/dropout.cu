@@ -75,7 +75,8 @@ namespace {
 // block of threads.
 __device__ __forceinline__ unsigned drawn(unsigned low, unsigned high, unsigned long long offset,
                                           int threshold, const PhiloxKeys& keys) {
-  static_assert((THREADS * BYTES & THREADS * BYTES - 1) == 0, "blocks begin at multiples");
+  static_assert((THREADS * BYTES & THREADS * BYTES - 1) == 0,
+                "THREADS * BYTES must be a power of two");
   const PhiloxBlock numbers = philox(low, high, offset, keys);
   unsigned bits = 0;
 #pragma unroll

@@ -96,7 +96,7 @@ def products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[N
     if dtype == torch.float32 and uses_tf32():
         refuse(op, AS_TF32)
     if dtype == torch.float16 and _sums_in_float16():
-        refuse(op, "torch sums up in float16 (torch.backends.cuda.matmul)")
+        refuse(op, "torch accumulates in float16 (torch.backends.cuda.matmul)")
     return _WHOLE_SUMS.get(dtype, _AS_THEY_ARE)
 
 
@@ -129,19 +129,19 @@ def _declined(
     """
     accumulated = beta is not None
     if gelu:
-        return "torch's products neither return GELU's input nor take its gradient"
+        return "torch's GEMM neither returns GELU's input nor computes its gradient"
     if (
         bias_grad
         and out_dtype != B.dtype
         and not (out_dtype == torch.float32 and B.dtype in _NARROW)
     ):
-        return f"torch does not sum up {B.dtype} and round to {out_dtype} once"
+        return f"torch cannot sum {B.dtype} with a single rounding to {out_dtype}"
     if bias is not None and (not bias.is_contiguous() or 1 in A.shape):
         # torch expands such a bias into D, and cuBLAS rounds a product before adding it to D.
-        return "torch leaves a bias with gaps, of one column or one term not to cuBLASLt's epilogue"
+        return "torch uses cuBLASLt's epilogue for a contiguous bias only, with N > 1 and K > 1"
     for factor in (alpha, beta or 0.0):
         if B.dtype != torch.float64 and _MOST < abs(factor) < math.inf:
-            return f"torch takes no factor beyond float32 of {B.dtype}"
+            return f"alpha and beta must fit in float32 for {B.dtype}, got {factor}"
     if B.dtype in _FLOAT8:
         return _float8_declined(
             A, B, transa, transb, bias, alpha, result, accumulated or bias_grad, scales
@@ -150,11 +150,11 @@ def _declined(
         if result != torch.float32 or B.dtype not in _NARROW:
             return f"cuBLAS does not store products of {B.dtype} as {result}"
         if (_addmm_wide if accumulated or alpha != 1 else _mm_wide) is None:
-            return f"this torch has no such products of {B.dtype} in float32"
+            return f"this torch has no such products of {B.dtype} with float32 output"
     if accumulated and bias is not None:
-        return "one call adds a bias, or what is accumulated, not both"
+        return "torch cannot add a bias and accumulate in one call"
     if accumulated and result in _NARROW:
-        return f"cuBLAS rounds a product to {result} before it adds it to what is there"
+        return f"cuBLAS rounds a product to {result} before it accumulates it"
     if bias is None:
         return None
     if bias.dtype != B.dtype or result != B.dtype:
@@ -177,20 +177,20 @@ def _float8_declined(
     if (limits.major, limits.minor) < (8, 9):
         return f"float8 needs sm_89, this is sm_{limits.major}{limits.minor}"
     if more or alpha != 1:
-        return "torch's product of float8 has no factor, no accumulation and no sums"
+        return "torch's float8 GEMM has no alpha, no accumulation and no bias gradient"
     if any(scale is None or scale.dtype != torch.float32 or scale.ndim != 1 for scale in scales):
-        return "scales of blocks lie in memory otherwise than cuBLASLt reads them"
+        return "block scales are not in the memory layout that cuBLASLt reads"
     if not transa or transb:
-        return "cuBLASLt multiplies rows of float8 by rows: transa=True, transb=False"
+        return "cuBLASLt's float8 GEMM needs transa=True, transb=False"
     if A.dtype == B.dtype == torch.float8_e5m2:
-        return "cuBLASLt multiplies no float8_e5m2 by float8_e5m2"
+        return "cuBLASLt does not multiply float8_e5m2 by float8_e5m2"
     columns, terms = A.shape
     if columns % _ALIGNMENT or terms % _ALIGNMENT or not terms:
         return f"K={terms} and N={columns} must be multiples of {_ALIGNMENT} for float8"
     if result == torch.float64:
-        return "cuBLASLt has no product of float8 in float64"
+        return "cuBLASLt's float8 GEMM has no float64 output"
     if bias is not None and (result == torch.float32 or bias.dtype != result):
-        return f"the bias of a product in {result} cannot be {bias.dtype}"
+        return f"the bias of a float8 GEMM with {result} output cannot be {bias.dtype}"
     return None
 
 
@@ -205,12 +205,13 @@ def _matrix(tensor: Tensor) -> Tensor:
 def _place(op: str, tensor: Tensor) -> Tensor:
     """A tensor that is accumulated into, as a matrix in the same memory."""
     if tensor.is_neg() or tensor.is_conj():
-        raise NotSupportedError(f"vendor.cuda: {op}: the sign of what is written is kept apart")
+        reason = "accumulate_into has its negative or conjugate bit set"
+        raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
     written = plain(op, "accumulate_into", tensor)
     try:
         return written if written.ndim == 2 else written.view(-1, written.shape[-1])
     except RuntimeError:
-        reason = "what is accumulated into is no matrix in memory"
+        reason = "accumulate_into cannot be viewed as a matrix"
         raise NotSupportedError(f"vendor.cuda: {op}: {reason}") from None
 
 
@@ -253,7 +254,7 @@ def _check_memory(op: str, *operands: Tensor) -> None:
             it.stride(-1) != 1 or it.stride(0) % _ALIGNMENT or it.data_ptr() % _ALIGNMENT
         ):
             raise NotSupportedError(
-                f"vendor.cuda: {op}: float8 must lie in rows that are aligned to {_ALIGNMENT} bytes"
+                f"vendor.cuda: {op}: float8 rows must be dense and aligned to {_ALIGNMENT} bytes"
             )
 
 

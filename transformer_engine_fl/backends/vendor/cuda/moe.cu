@@ -36,7 +36,7 @@ using namespace te_fl;
 
 namespace {
 
-static_assert(LANES % 32 == 0 && (TEAMS == 1 || LANES == 32), "a team is whole warps");
+static_assert(LANES % 32 == 0 && (TEAMS == 1 || LANES == 32), "a team needs whole warps");
 constexpr int kWarps = LANES / 32;
 
 __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) % LANES; }

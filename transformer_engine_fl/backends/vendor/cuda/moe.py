@@ -290,7 +290,7 @@ def representative_sources(
 
 def _map(op: str, row_id_map: Tensor, mask: bool) -> RowMap:
     entries = plain(op, "row_id_map", row_id_map)
-    check_size(op, "entries of a map", entries.numel(), MOST)
+    check_size(op, "entries of row_id_map", entries.numel(), MOST)
     return RowMap.of(entries, mask)
 
 
@@ -562,7 +562,7 @@ def moe_permute_mask_fwd(
     tokens, experts = routed.shape
     have = num_out_tokens
     check_size(op, "rows", have, MOST)
-    check_size(op, "entries of a map", tokens * (2 * experts + 1), MOST)
+    check_size(op, "entries of row_id_map", tokens * (2 * experts + 1), MOST)
     output = fresh(op, input, (have, input.shape[1]))
     row_id_map = fresh(op, routed, (tokens, 2 * experts + 1), torch.int32)
     permuted = None

@@ -74,10 +74,10 @@ using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
 #if defined(KERNEL_forward)
-static_assert(!STREWN || CAST == 0, "neighbours are cast together");
-static_assert(!STREWN || !AHEAD, "pieces of gamma and beta would reach behind them");
+static_assert(!STREWN || CAST == 0, "STREWN rows cannot be cast");
+static_assert(!STREWN || !AHEAD, "AHEAD would read gamma and beta past their end");
 #elif !defined(KERNEL_backward)
-static_assert(!STREWN, "slots are read by who has filled them");
+static_assert(!STREWN, "this kernel does not support STREWN");
 #endif
 
 #endif
@@ -337,7 +337,7 @@ using Cast = RowCast<KIND, SCALES, POW2, WIDTH, SPAN,
 constexpr int kSpans = VECS * VEC / SPAN;
 using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * VEC % SPAN == 0),
-              "a row of a block, with a barrier before it is written");
+              "a wider SPAN needs one row per block and a barrier before the store");
 
 #if CAST == 1
 // kPlaceKept: the addresses of a thread's spans are offsets from those of its first span, which
@@ -526,7 +526,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
                    TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps CAST_PARAMETERS) {
-  static_assert(ROWS == 1 && STAGES > 1, "a row of a block, the next one under way");
+  static_assert(ROWS == 1 && STAGES > 1, "needs one row per block and several stages");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   // Whether there are registers for beta, too.
   constexpr bool kHoldsBeta = BIASED && VECS * VEC * LANES * BLOCKS <= 16 * 1024;
@@ -778,7 +778,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps,
                    unsigned long long first_epoch, FlaggedSlot* exchange_slots) {
-  static_assert(ROWS == 1 && CAST == 0 && !(CENTRED && ADDED), "nothing else gained");
+  static_assert(ROWS == 1 && CAST == 0 && !(CENTRED && ADDED), "unsupported in pieces");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   using Piece = RowPiece<Row, CLUSTER, VECS>;
@@ -1231,7 +1231,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       // The ROWS teams of a block have sums of the same columns, which are added up in the ring: it
       // is free by now, and a stage of it is never smaller than these sums.
       constexpr int kColumns = VECS * LANES * VEC;
-      static_assert(ROWS * kColumns * static_cast<int>(sizeof(A)) <= kStageBytes, "ring");
+      static_assert(ROWS * kColumns * static_cast<int>(sizeof(A)) <= kStageBytes, "sums too large");
       A* teams = reinterpret_cast<A*>(ring);
       __syncthreads();
 #pragma unroll
@@ -1388,7 +1388,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    TX* __restrict__ dx, A* __restrict__ partial, long long all_rows,
                    long long dy_stride, long long x_stride, long long, int columns, A share) {
   static_assert(ROWS == 1 && CLUSTER == 1, "all threads of a block share each row");
-  static_assert(CENTRED && !ADDED, "layer norms");
+  static_assert(CENTRED && !ADDED, "only for layer norms without a residual");
   using Kept = Operands<false>;
   constexpr int kStageBytes = Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
@@ -1479,7 +1479,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   wait_copies<0>();
   // Each block of the pair gets every other one of a thread's 2 * VECS vectors, gamma's first.
   using Received = A[2][VECS][VEC][LANES];  // the first index: from which block
-  static_assert(sizeof(Received) <= STAGES * kStageBytes, "the rows' places have room for them");
+  static_assert(sizeof(Received) <= STAGES * kStageBytes, "the ring is too small for the parts");
   Received& received = *reinterpret_cast<Received*>(ring);
   const int own = cluster_rank();
   cluster_arrive();

@@ -94,7 +94,7 @@ __device__ __forceinline__ A sum_of(OverRow& over_row, const A (&values)[kValues
 #ifdef KERNEL_choose
 
 constexpr int kWarps = LANES / 32;
-static_assert(LANES % 32 == 0 && (TEAMS == 1 || LANES == 32), "a row is whole warps'");
+static_assert(LANES % 32 == 0 && (TEAMS == 1 || LANES == 32), "a row needs whole warps");
 
 __device__ __forceinline__ void sync_team() {
   if constexpr (LANES == 32) {

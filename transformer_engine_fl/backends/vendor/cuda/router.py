@@ -174,7 +174,7 @@ def choosing(
     if shared and shared + EXCHANGED > device.shared_per_block:
         raise NotSupportedError(
             f"vendor.cuda: {experts} experts in {groups} groups need {shared + EXCHANGED} bytes of "
-            f"shared memory, of which a block may have {device.shared_per_block}"
+            f"shared memory; a block has at most {device.shared_per_block}"
         )
     geometry = _launch.Geometry(tile.lanes * tile.rows, "PPPPPiiqiiiiid", shared)
     return Specialisation("router", "choose", tuple(defines.items())), geometry, tile.rows
@@ -291,7 +291,7 @@ def _check_experts(op: str, experts: int, dtype: torch.dtype) -> None:
     most = most_experts(dtype)
     if experts > most:
         raise NotSupportedError(
-            f"vendor.cuda: {op} keeps a row of {most} experts in registers, not of {experts}"
+            f"vendor.cuda: {op} keeps at most {most} experts in registers, got {experts}"
         )
 
 

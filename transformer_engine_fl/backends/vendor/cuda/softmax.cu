@@ -86,7 +86,7 @@ __device__ __forceinline__ int asked_of(int bound, int columns) {
 // What a block has of plain rows of half precision, of which CLUSTER blocks have each. They are no
 // cluster but exchange what they know of a row through memory, in slots as
 // memory_exchange.cuh has them.
-static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "nothing else gained");
+static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "unsupported in pieces");
 using Piece = RowPiece<Row, CLUSTER, VECS>;
 
 // Asks for a thread's part of a row, if that exists.
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
   constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
   ClusterExchange<kWarps, CLUSTER, 2, A> exchange;
-  static_assert(!WAITING || !LOOPED, "the slots are free only when the row is written");
+  static_assert(!WAITING || !LOOPED, "slots are in use until the row is written");
 
   const unsigned first_last = Row::first_last(count, x_stride);
   auto ask_for = [&](unsigned row, unsigned char* slots) {
@@ -453,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    TY* __restrict__ y, long long rows, long long x_stride, int columns, int, int,
                    int, long long, long long, long long, double factor,
                    unsigned long long first_epoch, FlaggedSlot* exchange_slots) {
-  static_assert(!kHiding, "nothing else gained");
+  static_assert(!kHiding, "only for plain rows");
   const A scale = static_cast<A>(factor);
   using Exchange = MemoryExchange<CLUSTER, 2>;
   Exchange exchange(exchange_slots, static_cast<unsigned>(first_epoch), Piece::group());
@@ -576,7 +576,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              long long rows, long long dy_stride, long long y_stride, int columns, int queries,
              int ahead, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
-  static_assert(!STREWN || !IN_REGISTERS, "neighbours are loaded together");
+  static_assert(!STREWN || !IN_REGISTERS, "STREWN excludes IN_REGISTERS");
   constexpr int kShared = VECS - IN_REGISTERS;  // of a thread's vectors, the first
   unsigned char* kept_dy = kept + Slots<TX>::kBytes / VECS * kShared;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #if WARPS == 1
   // Through shared memory: the compiler keeps only a few loads into registers in flight.
   constexpr int kBatch = 16;
-  static_assert(sizeof(TS) * VEC == 16, "a copy for each group");
+  static_assert(sizeof(TS) * VEC == 16, "a group's copy must be 16 bytes");
   __shared__ __align__(16) unsigned char waiting[kBatch][LANES][16];
 #pragma unroll 1
   for (int first = 0; first < groups; first += kBatch) {

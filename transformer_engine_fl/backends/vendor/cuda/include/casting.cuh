@@ -26,7 +26,8 @@ struct RowCast {
   template <int Rows>
   __device__ __forceinline__ void scales_of(const float (&amaxes)[Rows], float (&scales)[Rows],
                                             Stored& inverse) const {
-    static_assert(Rows <= Lanes && (Rows & (Rows - 1)) == 0, "a lane for each of the blocks");
+    static_assert(Rows <= Lanes && (Rows & (Rows - 1)) == 0,
+                  "Rows must be a power of two, at most Lanes");
     float kept[Rows];
 #pragma unroll
     for (int i = 0; i < Rows; ++i) kept[i] = amaxes[i];

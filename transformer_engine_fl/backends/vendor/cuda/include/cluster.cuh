@@ -174,7 +174,7 @@ __device__ __forceinline__ void read_slots(const FlaggedSlot* from, unsigned (&b
         : "=r"(bits[0]), "=r"(epochs[0])
         : "l"(from));
   } else {
-    static_assert(K == 2, "16 bytes");
+    static_assert(K == 2, "K must be 1 or 2");
     asm volatile(
         "{ .reg .b64 one, other;\n"
         "  ld.relaxed.gpu.global.v2.b64 {one, other}, [%4];\n"

@@ -18,7 +18,7 @@ template <int Warps, int Cluster, int K, typename A>
 class ClusterExchange {
   static constexpr int kSlots = Warps * Cluster;
   static_assert(Cluster == 1 || (kSlots < 32 ? 32 % kSlots == 0 : kSlots % 32 == 0),
-                "every lane gets as many");
+                "the slots must divide evenly among the lanes");
 
  public:
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;

@@ -94,7 +94,7 @@ __device__ __forceinline__ unsigned four_codes(float a, float b, float c, float 
 template <typename Kind, int N>
 struct Codes {
   static constexpr int kBytes = N * Kind::kBits / 8;
-  static_assert(kBytes > 0, "codes that share a byte are made together");
+  static_assert(kBytes > 0, "N codes must fill at least a byte");
   unsigned words[kBytes < 4 ? 1 : kBytes / 4];
 };
 

@@ -142,7 +142,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
 // Stores 16 bytes if `valid`, without a branch. Known: they are valid, and may be any number.
 template <bool Known, int N, typename T>
 __device__ __forceinline__ void store_where(T* to, const Vec<T, N>& value, bool valid) {
-  static_assert(Known || Vec<T, N>::kBytes == 16, "written at once");
+  static_assert(Known || Vec<T, N>::kBytes == 16, "conditional stores are 16 bytes");
   if constexpr (Known) store(to, value);
   else write_where(to, value.words, valid);
 }

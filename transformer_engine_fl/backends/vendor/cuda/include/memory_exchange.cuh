@@ -86,7 +86,7 @@ class MemoryExchange {
 // A reduction whose blocks exchange their results through memory.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
-  static_assert(Lanes % 32 == 0, "whole warps wait");
+  static_assert(Lanes % 32 == 0, "Lanes must be whole warps");
   static constexpr int kWarps = Lanes / 32;
   using Exchange = MemoryExchange<Blocks, K>;
 
@@ -97,7 +97,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   // Two halves, as in other reductions.
   template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
-    static_assert(kKeeps<Operation, K>, "lanes may have nothing, or half of the values");
+    static_assert(kKeeps<Operation, K>, "idle lanes would change the result");
     over_block<Operation>(value);
     exchange_.post(value);
   }

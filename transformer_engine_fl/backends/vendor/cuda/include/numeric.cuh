@@ -61,7 +61,7 @@ __device__ __forceinline__ Vec<T, N> zeros() {
 // One element of a vector.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, 1> element(const Vec<T, N>& of, int i) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "kept in a word, or two in one");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements must be 2 or 4 bytes");
   Vec<T, 1> result;
   if constexpr (sizeof(T) == 4) result.words[0] = of.words[i];
   else result.words[0] = static_cast<unsigned short>(of.words[i / 2] >> i % 2 * 16);

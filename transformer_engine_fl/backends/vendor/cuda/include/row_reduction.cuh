@@ -121,9 +121,10 @@ enum ExchangeMode { kBehindBarrier, kByWarps, kByBlocks, kThroughMemory };
 // reduced together.
 template <int Lanes, int Cluster, int K, typename A, ExchangeMode Mode = kBehindBarrier>
 class RowReduction {
-  static_assert(Cluster == 1 && Lanes % 32 == 0 || (Lanes & (Lanes - 1)) == 0, "lanes are halved");
-  static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
-  static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
+  static_assert(Cluster == 1 && Lanes % 32 == 0 || (Lanes & (Lanes - 1)) == 0,
+                "Lanes must be a power of two, or whole warps without a cluster");
+  static_assert((Cluster & (Cluster - 1)) == 0, "Cluster must be a power of two");
+  static_assert(Cluster == 1 || Lanes >= 32, "a cluster needs whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
   static constexpr bool kAsync = Mode != kBehindBarrier && Cluster > 1;
   static constexpr bool kOfBlocks = kAsync && Mode == kByBlocks;
@@ -182,7 +183,7 @@ class RowReduction {
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
     static_assert(kSlots % kHalved == 0 || kKeeps<Operation, K>,
-                  "nothing in place of what a power of two has more");
+                  "padding slots would change the result");
     if constexpr (kSlots > 1) {
       A parts[kOwn][K];
       if constexpr (kAsync) {

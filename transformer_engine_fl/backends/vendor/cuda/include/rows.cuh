@@ -23,7 +23,7 @@ namespace te_fl {
 template <int Width, int Vecs, int Access, int Lanes, int Rows, int Cluster, bool Full,
           bool Strewn>
 struct RowTile {
-  static_assert(!Strewn || (Lanes % 32 == 0 && !Full), "of whole warps");
+  static_assert(!Strewn || (Lanes % 32 == 0 && !Full), "Strewn needs whole warps, not Full");
   static constexpr int kThreads = Lanes * Rows;
   static constexpr int kStep = Strewn ? 32 : 1;  // columns from one element of a vector to the next
   static constexpr int kApart = Cluster * Lanes * Width;  // columns from one vector to the next
@@ -62,7 +62,7 @@ struct RowTile {
     if constexpr (!Strewn) {
       return load<Access, Width, Plain>(from);
     } else {
-      static_assert(sizeof(T) == 2, "of half precision");
+      static_assert(sizeof(T) == 2, "Strewn needs 2-byte elements");
       Vec<T, Width> result = zeros<T, Width>();
 #pragma unroll
       for (int i = 0; i < Width; ++i) {
@@ -103,7 +103,7 @@ struct RowTile {
 
   // The column that this thread loads singly of a last row; -1 if none.
   static __device__ __forceinline__ int rest_of(int columns, int rank) {
-    static_assert(Strewn, "else pieces end with the row");
+    static_assert(Strewn, "only Strewn rows have a rest");
     constexpr int kWarps = Lanes / 32;
     const int thread = static_cast<int>(threadIdx.x) % Lanes;
     const int column = columns - kRest + thread % 32;
@@ -182,7 +182,7 @@ struct RowTile {
 
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
       if constexpr (Strewn) {
-        static_assert(kSize == 2, "of half precision");
+        static_assert(kSize == 2, "Strewn needs 2-byte elements");
         const auto* from = reinterpret_cast<const volatile unsigned short*>(of_warp(row, v));
         Vec<T, Width> result = zeros<T, Width>();
 #pragma unroll

@@ -128,7 +128,7 @@ __device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* 
   constexpr int kLanes = kRun / 4;
   constexpr int kRuns = Bytes / kRun;
   constexpr int kTeams = Threads / kLanes;
-  static_assert(128 * kRuns % kTeams == 0, "every lane of a warp takes as many turns");
+  static_assert(128 * kRuns % kTeams == 0, "all lanes must iterate equally often");
   const int lane = threadIdx.x % kLanes;
 #pragma unroll 4
   for (int run = threadIdx.x / kLanes; run < 128 * kRuns; run += kTeams) {
@@ -163,11 +163,11 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
                                              int first_column, int columns, int first_byte,
                                              int bytes) {
   constexpr int kChunks = Bytes / 16;
-  static_assert(Aligned || !Inside, "whole tiles begin at multiples of 16");
+  static_assert(Aligned || !Inside, "Inside needs Aligned rows");
   if constexpr (Inside) {
     constexpr int kColumns = Threads / kChunks;  // columns that are written at once
     static_assert(128 % kColumns == 0 && (kColumns >> Shift) % kChunks == 0,
-                  "chunks of the columns that follow are shifted as these are");
+                  "all columns of a thread must have the same shift");
     const int column = threadIdx.x / kChunks;
     const int place = threadIdx.x % kChunks;
     const unsigned char* from = turned_chunk<Bytes, Shift>(tile, column, place);
