@@ -79,7 +79,7 @@ def test_what_is_no_tensor_is_named_with_who_returned_it(
         te.OpImpl("rmsnorm_fwd", "vendor.acme", "vendor", rmsnorm_fwd, vendor="acme")
     )
     x, weight = (it.requires_grad_(grad) for it in leaves(2, torch.float32))
-    said = f"rmsnorm_fwd: output {place}, as 'vendor.acme' returned it, is {kind}; "
+    said = f"rmsnorm_fwd: output {place} of 'vendor.acme' is {kind}; "
     with te.with_preference("vendor:acme"), pytest.raises(te.TeFlError, match=said):
         functional.rms_norm(x, weight)
 
@@ -118,15 +118,15 @@ MADE_OF_SEVERAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (list, r"'vendor.acme' returned \(list\); the contract has . outputs, in a tuple"),
+        (list, r"'vendor.acme' returned \(list\); the contract requires . outputs, in a tuple"),
         (lambda outputs: None, r"'vendor.acme' returned \(None\)"),
         # Of three rows, which could be taken for three outputs.
         (lambda outputs: torch.ones(3, 2), r"'vendor.acme' returned \(Tensor\)"),
         (lambda outputs: outputs[:1], r"'vendor.acme' returned \(Tensor\)"),
-        (lambda outputs: (None, *outputs[1:]), "output 0, as 'vendor.acme' returned it, is None"),
+        (lambda outputs: (None, *outputs[1:]), "output 0 of 'vendor.acme' is None"),
         (
             lambda outputs: (*outputs[:2], 1.5, *outputs[3:]),
-            "output 2, as 'vendor.acme' returned it, is a float",
+            "output 2 of 'vendor.acme' is a float",
         ),
     ],
     ids=["a list", "None", "a tensor", "one of several", "None first", "a number"],
@@ -161,8 +161,8 @@ def test_a_row_of_an_output_that_is_alone_is_not_taken_for_the_output(
     ("change", "said"),
     [
         (list, r"its implementation returned \(list\)"),
-        (lambda outputs: (None, *outputs[1:]), "output 0, as its implementation returned it, is N"),
-        (lambda outputs: (*outputs[:1], None, None), "output 1, as its implementation"),
+        (lambda outputs: (None, *outputs[1:]), "output 0 of its implementation is N"),
+        (lambda outputs: (*outputs[:1], None, None), "output 1 of its implementation"),
     ],
     ids=["a list", "no gradient of a matrix", "no gradient of the bias"],
 )
@@ -207,7 +207,9 @@ def test_a_gradient_that_is_wanted_and_not_returned_is_no_zero(
     x, weight = leaves(2, torch.float32)
     with te.with_preference("vendor:acme"):
         output = functional.rms_norm(x, weight)
-    said = rf"rmsnorm_bwd: .* returned \({kinds}\); the contract has the gradients of \(input, w"
+    said = (
+        rf"rmsnorm_bwd: .* returned \({kinds}\); the contract requires the gradients of \(input, w"
+    )
     with pytest.raises(te.TeFlError, match=said):
         output.sum().backward()
 

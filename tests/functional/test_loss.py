@@ -477,9 +477,13 @@ def test_a_shard_is_differentiated_by_backward_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "said"),
     [
-        ("cross_entropy_partial_fwd", None, "output 0, as 'vendor.acme' returned it, is None"),
-        ("cross_entropy_merge", [], r"'vendor.acme' returned \(list\); the contract has 2 outputs"),
-        ("cross_entropy_bwd", None, "output 0, as its implementation returned it, is None"),
+        ("cross_entropy_partial_fwd", None, "output 0 of 'vendor.acme' is None"),
+        (
+            "cross_entropy_merge",
+            [],
+            r"'vendor.acme' returned \(list\); the contract requires 2 outputs",
+        ),
+        ("cross_entropy_bwd", None, "output 0 of its implementation is None"),
     ],
 )
 def test_what_is_no_output_of_a_shard_is_named(

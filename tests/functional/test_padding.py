@@ -97,5 +97,5 @@ def test_a_call_that_breaks_the_contract_names_the_argument(what: str) -> None:
 
 
 def test_unpadding_wants_the_padded_rows() -> None:
-    with pytest.raises(ArgumentError, match="17 rows: those of 'padded_row_list'"):
+    with pytest.raises(ArgumentError, match="17 rows, the sum of 'padded_row_list'"):
         ops.fused_multi_row_unpadding(values(ROWS), **LISTS)

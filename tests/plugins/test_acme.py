@@ -158,7 +158,7 @@ def test_a_dtype_that_it_does_not_take_goes_to_the_next_and_in_strict_mode_to_no
     answer, _ = _call(python, "TE_FL_PREFER=vendor:acme TE_FL_STRICT=1", "float64")
     assert answer["error"] == "StrictModeError"
     assert "vendor.acme" in answer["said"]
-    assert "dtype 'float64' is not among bfloat16, float32" in answer["said"]
+    assert "dtype 'float64' is not supported; supported: bfloat16, float32" in answer["said"]
 
 
 def test_not_installed_but_named_by_a_variable_it_serves() -> None:

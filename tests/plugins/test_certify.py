@@ -52,11 +52,11 @@ def package(folder: Path, vendor: str, **parts: object) -> None:
 @pytest.mark.parametrize(
     ("parts", "status", "said"),
     [
-        ({"silu": "no card"}, 0, "te_fl_a: not here: no card"),
+        ({"silu": "no card"}, 0, "te_fl_a: not available: no card"),
         ({}, 1, "vendor.a: "),  # an operator that is not available leaves the others to be asked
-        ({"call": KILL}, 1, "te_fl_a: ended by signal 9"),
+        ({"call": KILL}, 1, "te_fl_a: killed by signal 9"),
         ({"register": "raise OSError('no licence')"}, 1, "vendor.a is not registered"),
-        ({"register": KILL}, 1, "te_fl_a: cannot be asked (status -9)"),
+        ({"register": KILL}, 1, "te_fl_a: the availability check failed (status -9)"),
     ],
     ids=["not here", "wrong", "killed", "left out", "killed when it registers"],
 )
@@ -74,5 +74,5 @@ def test_only_a_package_that_cannot_run_here_is_passed_over(
         timeout=120,
     )
     assert said in done.stdout + done.stderr
-    assert "te_fl_b: not here: no card" in done.stdout
+    assert "te_fl_b: not available: no card" in done.stdout
     assert done.returncode == status

@@ -73,7 +73,7 @@ def records(op_name: str, *tensors: object) -> bool:
     """
     if forward_ad._current_level >= 0 and _has_tangent(tensors):
         raise NotSupportedError(
-            f"{op_name}: forward-mode derivatives are not supported: within a dual level, as of "
+            f"{op_name}: forward-mode derivatives are not supported: inside a dual level, such as "
             "torch.func.jvp, no argument may have a tangent, and the call cannot be compiled; use "
             "backward() or torch.autograd.grad"
         )
@@ -86,8 +86,8 @@ def records(op_name: str, *tensors: object) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is not None
     ):
         raise NotSupportedError(
-            f"{op_name}: a gradient is wanted within a transform of torch.func, and those are not "
-            "supported; use backward() or torch.autograd.grad"
+            f"{op_name}: gradients inside a transform of torch.func are not supported; use "
+            "backward() or torch.autograd.grad"
         )
     return True
 
@@ -181,8 +181,8 @@ class _Differentiable(torch.autograd.Function):
             source = backward.saves.get(error.argument, "") if len(error.args) == 4 else ""
             if source.startswith("output["):
                 error.add_note(
-                    f"That is {source} of {ctx.op_name!r}, as its implementation returned it; "
-                    f"`te-fl verify IMPL --op {ctx.op_name}` holds that to the contract"
+                    f"This is {source} of {ctx.op_name!r}, as its implementation returned it; "
+                    f"check it with `te-fl verify IMPL --op {ctx.op_name}`"
                 )
             raise
         if not isinstance(gradients, tuple):
@@ -317,7 +317,7 @@ def outputs_of(
         kinds = _kinds(value if isinstance(value, tuple) else (value,))
         raise TeFlError(
             f"{op_name}: {_whose(op_name, run, args, keywords)} returned ({kinds}); the contract "
-            f"has {count} outputs, in a tuple{_verify(op_name)}"
+            f"requires {count} outputs, in a tuple{_verify(op_name)}"
         )
     for place in needed:
         if not isinstance(outputs[place], Tensor):
@@ -337,8 +337,8 @@ def _no_tensor(
     whose = _whose(op_name, run, args, keywords)
     kind = "None" if found is None else f"a {type(found).__name__}"
     return TeFlError(
-        f"{op_name}: output {place}, as {whose} returned it, is {kind}; the contract has a tensor "
-        f"there, and several in a tuple{_verify(op_name)}"
+        f"{op_name}: output {place} of {whose} is {kind}; the contract requires a tensor "
+        f"there, and several outputs in a tuple{_verify(op_name)}"
     )
 
 
@@ -346,8 +346,8 @@ def _no_gradient(backward: Backward, found: tuple[Any, ...]) -> TeFlError:
     """The error for a backward that did not return a gradient that is wanted."""
     owners = (it if isinstance(it, str) else " and ".join(it) for it in backward.gradients)
     return TeFlError(
-        f"{backward.op}: its implementation returned ({_kinds(found)}); the contract has the "
-        f"gradients of ({', '.join(owners)}), and several in a tuple{_verify(backward.op)}"
+        f"{backward.op}: its implementation returned ({_kinds(found)}); the contract requires the "
+        f"gradients of ({', '.join(owners)}), several of them in a tuple{_verify(backward.op)}"
     )
 
 
@@ -364,4 +364,4 @@ def _kinds(found: tuple[Any, ...]) -> str:
 
 
 def _verify(op_name: str) -> str:
-    return f" (`te-fl verify IMPL --op {op_name}` holds it to that)"
+    return f" (check it with `te-fl verify IMPL --op {op_name}`)"

@@ -126,7 +126,7 @@ def cross_entropy(
     if process_group is None:
         for name, value in {"vocab_start": vocab_start, "vocab_size": vocab_size}.items():
             if value is not None:
-                raise ArgumentError("cross_entropy", name, str(value), "a process_group with it")
+                raise ArgumentError("cross_entropy", name, str(value), "None without process_group")
         if gradient_in_forward and not return_z_loss:
             total = _with_gradient("cross_entropy", options, reduction, target, input)
             if total is not None:
@@ -252,7 +252,9 @@ def _shard(
         return group.rank() * columns, group.size() * columns
     if vocab_start is None or vocab_size is None:
         missing = "vocab_start" if vocab_start is None else "vocab_size"
-        raise ArgumentError("cross_entropy", missing, "None", "both of the two, or neither")
+        raise ArgumentError(
+            "cross_entropy", missing, "None", "vocab_start and vocab_size, or neither"
+        )
     # No operator of the forward takes both; without this check the backward would be the first
     # to refuse them.
     check.is_integer("cross_entropy", "vocab_start", vocab_start)

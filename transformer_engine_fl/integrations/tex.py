@@ -82,7 +82,7 @@ def has_signature(op_name: str, function: Function) -> bool:
 
 
 def _no_data(device: torch.device) -> str | None:
-    return "there is no data" if device.type == "meta" else None
+    return "a meta tensor has no data" if device.type == "meta" else None
 
 
 def _plain(op_name: str, **tensors: Tensor) -> list[Tensor]:
@@ -90,7 +90,7 @@ def _plain(op_name: str, **tensors: Tensor) -> list[Tensor]:
     taking = Taking(_no_data)
     found = [taking.plain(op_name, name, tensor) for name, tensor in tensors.items()]
     if not all(tensor.numel() for tensor in found):
-        raise NotSupportedError(f"{op_name}: empty tensors are not taken")
+        raise NotSupportedError(f"{op_name}: empty tensors are not supported")
     return [tensor.contiguous() for tensor in found]
 
 
@@ -98,10 +98,10 @@ def _one_dtype(op_name: str, **tensors: Tensor | None) -> None:
     found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(found.values())) > 1:
         said = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
-        raise NotSupportedError(f"{op_name}: one dtype is taken; {said}")
+        raise NotSupportedError(f"{op_name}: the tensors must have the same dtype; {said}")
     (dtype,) = set(found.values())
     if str(dtype).removeprefix("torch.") not in DTYPES:
-        raise NotSupportedError(f"{op_name}: {dtype} is not taken")
+        raise NotSupportedError(f"{op_name}: {dtype} is not supported")
 
 
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -259,9 +259,10 @@ def _scores(op_name: str, scores: Tensor, *, by_eights: bool = True) -> None:
     keys = scores.shape[-1]
     wrong = None
     if scores.dtype not in _HALVES:
-        wrong = f"half precision is taken, not {scores.dtype}"
+        wrong = f"needs half precision, got {scores.dtype}"
     elif keys > _LONGEST or (by_eights and keys % 8):
-        wrong = f"at most {_LONGEST} keys are taken, by eights; there are {keys}"
+        step = ", in multiples of 8" if by_eights else ""
+        wrong = f"needs at most {_LONGEST} keys{step}; got {keys}"
     if wrong is not None:
         raise NotSupportedError(f"{op_name}: {wrong}")
 
@@ -284,7 +285,7 @@ def _rows_of_scores(op_name: str, scores: Tensor) -> Tensor:
     block = _block(rows.shape[3])
     if rows.shape[2] % block:
         raise NotSupportedError(
-            f"{op_name}: rows of {rows.shape[3]} keys are taken by {block}; there are "
+            f"{op_name}: with {rows.shape[3]} keys, the rows must be a multiple of {block}; got "
             f"{rows.shape[2]}"
         )
     return rows
@@ -294,7 +295,7 @@ def _heads(op_name: str, scores: Tensor) -> Tensor:
     """The scores, ``[batches, heads, queries, keys]``; declines other numbers of dimensions."""
     _scores(op_name, scores)
     if scores.ndim != 4:
-        raise NotSupportedError(f"{op_name}: 4 dimensions are taken, not {scores.ndim}")
+        raise NotSupportedError(f"{op_name}: needs 4 dimensions, got {scores.ndim}")
     return scores
 
 

@@ -149,11 +149,11 @@ def is_writable(op: str, name: str, value: torch.Tensor) -> None:
 
     # Compiled code is traced in the mode it runs in, and torch itself checks when it writes.
     if not torch.compiler.is_compiling() and is_frozen(value):
-        expected = "one that was made outside of inference mode (clone it), or a call within it"
-        given = f"{describe(value)}, made in inference mode"
-        raise ArgumentError(op, name, given, f"{expected}, for it is written")
+        expected = "a tensor created outside inference mode (clone it), or a call inside it"
+        given = f"{describe(value)}, created in inference mode"
+        raise ArgumentError(op, name, given, f"{expected}, as it is written")
     if any(step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True)):
-        expected = "memory of its own for each element, for it is written"
+        expected = "separate memory for each element, as it is written"
         raise ArgumentError(op, name, f"{describe(value)}, expanded", expected)
 
 
@@ -161,7 +161,7 @@ def is_cu_seqlens(op: str, name: str, value: Any) -> int:
     """Require a tensor of cumulative sequence lengths; returns the number of sequences."""
     offsets = is_tensor(op, name, value, dtypes=("int32",))
     if offsets.ndim != 1 or offsets.shape[0] < 2:
-        expected = "[b + 1], where each of at least one sequence begins and the last ends"
+        expected = "[b + 1] with b >= 1: where each sequence begins and the last one ends"
         raise ArgumentError(op, name, describe(value), expected)
     return offsets.shape[0] - 1
 

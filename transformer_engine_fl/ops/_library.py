@@ -130,7 +130,7 @@ def _held(alive: weakref.ref[Contract[..., Any]], name: str) -> Contract[..., An
     contract = alive()
     if contract is None:
         raise RuntimeError(
-            f"{NAMESPACE}::{name}: its contract is gone; keep it for as long as what was traced"
+            f"{NAMESPACE}::{name}: its contract was deleted; keep it as long as the traced code"
         )
     return contract
 
@@ -149,7 +149,7 @@ def reference_to(entry: Entry) -> str:
             held = _entries.setdefault(f"{entry.contract.name}/{name}", entry)
             if held is entry:
                 return name
-    raise RuntimeError(f"{entry.impl.label}: too many registries hold one of that id")
+    raise RuntimeError(f"{entry.impl.label}: too many registries have an implementation of that id")
 
 
 def _entry(contract: Contract[..., Any], impl: str) -> Entry:

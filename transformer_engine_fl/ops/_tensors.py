@@ -173,7 +173,7 @@ def _unusual(value: torch.Tensor) -> str | None:
     if value.device.type == "meta":
         return "a meta tensor has no data"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {kind.__name__} keeps its data in its own way"
+        return f"a {kind.__name__} has its own __torch_dispatch__"
     return None
 
 

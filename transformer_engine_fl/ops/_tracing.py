@@ -96,7 +96,7 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
                 return _run(target, args, kwargs)
             with torch.no_grad():
                 return _run(target, args, kwargs)
-    raise NotSupportedError(f"{op_name}: no implementation takes these arguments")
+    raise NotSupportedError(f"{op_name}: no implementation supports these arguments")
 
 
 def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
@@ -233,7 +233,7 @@ def _choose(
             passed_over[impl.impl_id] = ("failed", str(error.args[0]))
             continue
         if entry.contract is None and not impl.traceable:
-            reason = "cannot be compiled: there is no contract to say what shapes it returns"
+            reason = "cannot be compiled: without a contract its output shapes are unknown"
             passed_over[impl.impl_id] = ("tensor", reason)
             continue
         names.append(_target_name(entry))
@@ -242,7 +242,7 @@ def _choose(
     if not names:
         raise NoImplementationError(
             f"no implementation of {op_name!r} can be compiled; a kernel needs a contract for "
-            "its shapes, or claims the trait 'traceable'",
+            "its output shapes, or the trait 'traceable'",
             decision.rejecting(passed_over),
         )
     return tuple(names)

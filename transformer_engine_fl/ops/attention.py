@@ -163,17 +163,17 @@ def _check_sequences(
     check.is_choice(op, "attn_mask_type", attn_mask_type, MASKS)
     packed = qkv_format == "thd"
     if packed and attn_mask_type not in PADDING:
-        expected = f"one of {', '.join(PADDING)}: 'thd' has several lengths"
+        expected = f"one of {', '.join(PADDING)}, as sequences in 'thd' differ in length"
         raise ArgumentError(op, "attn_mask_type", repr(attn_mask_type), expected)
     needed = attn_mask_type in PADDING
     sequences = None if packed else q.shape[qkv_format.index("b")]
     for name, value in given.items():
         if not needed:
-            _is_absent(op, name, value, f"no lengths under {attn_mask_type!r}")
+            _is_absent(op, name, value, f"{attn_mask_type!r} has no lengths")
             continue
         offsets = check.is_tensor(op, name, value, dtypes=("int32",))
         if offsets.ndim != 1 or not offsets.shape[0]:
-            expected = "[b + 1], the lengths of all sequences, summed up from 0"
+            expected = "[b + 1], the cumulative lengths of all sequences, from 0"
             raise ArgumentError(op, name, check.describe(value), expected)
         if sequences is None:
             sequences = offsets.shape[0] - 1
@@ -182,7 +182,7 @@ def _check_sequences(
         if value is None:
             continue
         if not packed:
-            _is_absent(op, name, value, f"none in {qkv_format!r}")
+            _is_absent(op, name, value, f"{qkv_format!r} has none")
         assert sequences is not None
         offsets = check.is_tensor(op, name, value, dtypes=("int32",))
         check.has_shape(op, name, offsets, (sequences + 1,), "[b + 1], as the lengths have")
@@ -190,12 +190,12 @@ def _check_sequences(
         if packed:
             check.is_integer(op, name, value)
         else:
-            _is_absent(op, name, value, f"none in {qkv_format!r}")
+            _is_absent(op, name, value, f"{qkv_format!r} has none")
 
 
 def _is_absent(op: str, name: str, value: Any, why: str) -> None:
     if value is not None:
-        raise ArgumentError(op, name, check.describe(value), f"None: there are {why}")
+        raise ArgumentError(op, name, check.describe(value), f"None: {why}")
 
 
 def _check_forward(
@@ -243,7 +243,7 @@ def _check_forward(
         offsets = check.is_tensor(op, "softmax_offset", softmax_offset, dtypes=FLOATS)
         check.has_shape(op, "softmax_offset", offsets, (heads,), "[h], as 'q' has heads")
     else:
-        _is_absent(op, "softmax_offset", softmax_offset, f"no offsets in {softmax_type!r}")
+        _is_absent(op, "softmax_offset", softmax_offset, f"{softmax_type!r} has no offsets")
     _check_dropout(op, dropout_p, seed, offset, (b * heads, sq, skv))
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "softmax_offset": softmax_offset}
     check.same_device(op, "q", {**tensors, **given, **padded})

@@ -132,7 +132,7 @@ def _check_epilogue(
     for name, flag in (("gelu", gelu), ("grad", grad), ("bias_grad", bias_grad)):
         check.is_flag(op, name, flag)
     if grad and bias is not None:
-        expected = "None under grad; bias_grad=True asks for its gradient"
+        expected = "None with grad=True; bias_grad=True asks for its gradient"
         raise ArgumentError(op, "bias", check.describe(bias), expected)
     if bias_grad and not grad:
         raise ArgumentError(op, "bias_grad", "True", "False without grad=True")
@@ -311,7 +311,7 @@ def _accumulated(
         rows = [sum(rows)]
     check.is_list(op, "accumulate_into", given, length=len(rows), why="one for each group, or one")
     if not torch.compiler.is_compiling() and len(set(map(id, given))) < len(given):
-        expected = "a tensor of its own for each group, for it is written"
+        expected = "a separate tensor for each group, as it is written"
         raise ArgumentError(op, "accumulate_into", "one tensor for several groups", expected)
     yield from ((it, (m, columns)) for it, m in zip(given, rows, strict=True))
 

@@ -142,7 +142,7 @@ class _Map:
         check.is_integer(op, "num_rows", num_rows)
         _check_probs(op, probs, sizes, "'row_id_map'", "grad_output", grad)
         if (input is None) != (probs is None):
-            expected = "given if 'probs' is, and None if that is None"
+            expected = "a tensor if 'probs' is given, otherwise None"
             raise ArgumentError(op, "input", check.describe(input), expected)
         if input is not None:
             input = check.is_tensor(op, "input", input, dtypes=FLOATS)

@@ -43,13 +43,15 @@ def _check_padding(op: str, input: Any, row_list: Any, padded_row_list: Any, pad
         few <= many for few, many in zip(rows, padded_rows, strict=True)
     )
     if not enough:
-        expected = f"for each entry of 'row_list' one that is at least as large: {rows}"
+        expected = f"an entry for each of 'row_list', at least as large: {rows}"
         raise ArgumentError(op, "padded_row_list", check.describe(padded_row_list), expected)
     tensor = check.is_tensor(op, "input", input, dtypes=COPIED)
     check.has_axes(op, "input", tensor, "[rows, C]")
     total, name = sum(padded_rows if padded else rows), "padded_row_list" if padded else "row_list"
     if tensor.shape[0] != total:
-        raise ArgumentError(op, "input", check.describe(input), f"{total} rows: those of {name!r}")
+        raise ArgumentError(
+            op, "input", check.describe(input), f"{total} rows, the sum of {name!r}"
+        )
 
 
 def _check_pad(op: str, input: Any, row_list: Any, padded_row_list: Any) -> None:

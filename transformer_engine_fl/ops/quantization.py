@@ -124,7 +124,7 @@ def check_options(
             ("amax_epsilon", amax_epsilon),
         ):
             if value:
-                expected = f"its default: the scales of {format} are no float32 numbers"
+                expected = f"its default: the scales of {format} are not float32"
                 raise ArgumentError(op, name, check.describe(value), expected)
     return form
 
@@ -153,7 +153,7 @@ def check_scale(op: str, name: str, value: Any, form: Format, count: int = 1) ->
     if value is None:
         return
     if not form.by_tensor:
-        expected = f"None: in {form.name} each block's scale is computed"
+        expected = f"None: the scales of {form.name} are computed for each block"
         raise ArgumentError(op, name, check.describe(value), expected)
     tensor = check.is_tensor(op, name, value, dtypes=("float32",))
     check.has_shape(op, name, tensor, (count,), "one scale for all values that share it")

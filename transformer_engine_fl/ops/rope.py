@@ -86,7 +86,7 @@ def _check_positions(
         axis = qkv_format.index("s")
         length, sequences = tokens.shape[axis], tokens.shape[1 - axis]
         if cp_size > 1 and length % 2:
-            expected = "the tokens of two chunks, an even number, as cp_size is above 1"
+            expected = "an even number of tokens (two chunks), as cp_size is above 1"
             raise ArgumentError(op, "qkv_format", f"{qkv_format!r} with s = {length}", expected)
         rows = length * cp_size
     if start_positions is not None:

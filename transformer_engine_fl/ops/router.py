@@ -92,8 +92,8 @@ def _check_groups(op: str, topk: int, num_groups: Any, group_topk: Any, experts:
         raise ArgumentError(op, "num_groups", check.describe(num_groups), expected)
     if topk < group_topk or topk > group_topk * (experts // num_groups):
         expected = (
-            f"groups enough for {topk} of {experts} experts in {num_groups} groups, "
-            "and not more than experts"
+            f"enough groups to choose {topk} of {experts} experts in {num_groups} groups, "
+            f"and at most {topk}"
         )
         raise ArgumentError(op, "group_topk", check.describe(group_topk), expected)
 
@@ -121,7 +121,7 @@ def _check_topk(
     check.has_shape(op, "expert_bias", bias, (experts,), "one for each expert")
     check.same_device(op, "logits", {"logits": tensor, "expert_bias": bias})
     if score_function == "softmax":
-        expected = "None: scores of 'softmax' take no bias"
+        expected = "None: 'softmax' scores have no bias"
         raise ArgumentError(op, "expert_bias", check.describe(expert_bias), expected)
 
 

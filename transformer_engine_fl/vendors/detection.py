@@ -63,7 +63,7 @@ def missing(info: VendorInfo) -> str | None:
     command = info.device_query_cmd if info.device in (*_OF_TORCH, "cpu") else None
     if said is not None or command is None or answers(info):
         return said
-    return f"{info.vendor}'s query command {' '.join(command)!r} does not succeed here"
+    return f"{info.vendor}'s query command {' '.join(command)!r} fails here"
 
 
 def device_of(vendors: Iterable[VendorInfo]) -> str:
@@ -102,7 +102,7 @@ def _succeeds(vendor: str, command: tuple[str, ...]) -> bool:
         return process.wait(QUERY_SECONDS) == 0
     except subprocess.TimeoutExpired:
         logger.warning(
-            "vendor %r: its query command %r has not answered in %g s and was ended; "
+            "vendor %r: its query command %r did not finish in %g s and was killed; "
             "its device counts as absent",
             vendor,
             " ".join(command),

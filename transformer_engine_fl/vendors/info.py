@@ -49,7 +49,7 @@ class VendorInfo:
         for name, pattern in (("vendor", NAME), ("device", r"[a-z][a-z0-9_]*")):
             value = getattr(self, name)
             if not isinstance(value, str) or not re.fullmatch(pattern, value):
-                hint = "; an index is no part of it" if name == "device" else ""
+                hint = " (a device type, without an index)" if name == "device" else ""
                 raise RegistrationError(f"VendorInfo.{name} must be a name, got {value!r}{hint}")
         if mistaken := mistaken_device(self.device):
             raise RegistrationError(f"VendorInfo({self.vendor!r}).device: {mistaken}")
@@ -129,7 +129,7 @@ class BackendInfo:
         except (AttributeError, RuntimeError, AssertionError, ImportError) as error:
             raise NotSupportedError(
                 f"{self.info.vendor}: torch cannot tell how many multiprocessors "
-                f"{self.info.device!r} has ({error}); its BackendInfo must say it"
+                f"{self.info.device!r} has ({error}); its BackendInfo must provide the number"
             ) from None
 
     def calculate_settings(self, n: int) -> tuple[int, int]:
@@ -142,7 +142,9 @@ class BackendInfo:
             return self._settings(n)
         block = 1 << max(0, n - 1).bit_length()
         if block > _WIDEST_BLOCK:
-            raise NotSupportedError(f"{self.info.vendor}: no block holds {n} elements")
+            raise NotSupportedError(
+                f"{self.info.vendor}: no block is large enough for {n} elements"
+            )
         return block, next((warps for least, warps in _WARPS if block >= least), 4)
 
     @property

@@ -33,7 +33,7 @@ class LiveName:
 
     def __repr__(self) -> str:
         chosen = get_default_manager().explain(self._op_name).selected
-        return f"<{self.__name__} by {chosen.impl_id if chosen else 'nobody'}>"
+        return f"<{self.__name__} by {chosen.impl_id if chosen else 'no implementation'}>"
 
 
 _made: dict[tuple[str, str], LiveName] = {}
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> LiveName:
     names = {} if name.startswith("__") else _names()
     if name not in names:
         close = suggestion(name, names) if names else ""
-        raise AttributeError(f"no package that is loaded has {name!r}{close}")
+        raise AttributeError(f"no loaded package has {name!r}{close}")
     made = (name, names[name])
     return _made.setdefault(made, LiveName(*made))
 

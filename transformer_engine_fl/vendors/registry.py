@@ -88,7 +88,7 @@ class BackendRegistry:
             known = _BACKENDS.get(info.key)
             if known is not None and known.info != info:
                 raise RegistrationError(
-                    f"vendor {info.vendor!r} is known already, as {known.info}; this is {info}"
+                    f"vendor {info.vendor!r} is already registered as {known.info}, not as {info}"
                 )
             if ops:
                 into = get_default_manager().registry if registry is None else registry
@@ -265,13 +265,13 @@ def _made(info: VendorInfo, backend: BackendInfo | type[BackendInfo]) -> Backend
     kind = backend if isinstance(backend, type) else type(backend)
     if not issubclass(kind, BackendInfo):
         raise RegistrationError(
-            f"vendor {info.vendor!r}: backend must be a BackendInfo, or a class of them; "
+            f"vendor {info.vendor!r}: backend must be a BackendInfo or a subclass of it; "
             f"got {backend!r}"
         )
     made = backend(info) if isinstance(backend, type) else backend
     found = getattr(made, "info", None)
     if found != info:
-        said = f"is of {found}" if found else "has no info: its __init__ must call BackendInfo's"
+        said = f"is for {found}" if found else "has no info: its __init__ must call BackendInfo's"
         raise RegistrationError(
             f"vendor {info.vendor!r} is {info}; its backend, a {kind.__name__}, {said}"
         )

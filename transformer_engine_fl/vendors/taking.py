@@ -43,7 +43,7 @@ class Taker:
 
     def _refusal(self, device: torch.device) -> str | None:
         if device.type == "meta":
-            return "there is no data"
+            return "a meta tensor has no data"
         if self._devices is not None and device.type not in self._devices:
             return f"{self._kernels} run on {', '.join(sorted(self._devices))}"
         return None
@@ -56,7 +56,7 @@ class Taker:
         """
         plain = [self._taking.plain(op, name, tensor) for name, tensor in tensors.items()]
         if not all(tensor.numel() for tensor in plain):
-            raise NotSupportedError(f"{op}: {self._kernels} take no empty tensors")
+            raise NotSupportedError(f"{op}: {self._kernels} do not support empty tensors")
         return plain
 
     def dense(self, op: str, **tensors: Tensor) -> list[Tensor]:
@@ -68,7 +68,7 @@ class Taker:
         found = {name: tensor.dtype for name, tensor in tensors.items()}
         if len(set(found.values())) > 1:
             said = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
-            raise NotSupportedError(f"{op}: {self._kernels} take one dtype; {said}")
+            raise NotSupportedError(f"{op}: {self._kernels} need tensors of one dtype; {said}")
 
 
 def own(tensor: Tensor) -> Tensor:

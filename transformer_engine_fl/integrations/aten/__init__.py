@@ -213,8 +213,8 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     for name in operators:
         if not isinstance(name, str):
             raise ConfigurationError(
-                f"use_aten_ops: {name!r} is not an operator's name; each is an argument of its "
-                "own: use_aten_ops('mm', 'addmm')"
+                f"use_aten_ops: {name!r} is not an operator name; pass each name as a separate "
+                "argument: use_aten_ops('mm', 'addmm')"
             )
     names = [f"{PREFIX}{name.removeprefix(PREFIX)}" for name in operators]
     for name in names:
@@ -224,7 +224,7 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
             hint = f"; did you mean {PREFIX + close!r}?" if close else ""
             raise ConfigurationError(
                 f"use_aten_ops: {name!r} is not routed{hint}; "
-                "routed() lists what is, and a vendor may register any other by that name"
+                "routed() lists the routed ones; a vendor may register any other by its name"
             )
     return frozenset(names)
 
@@ -308,7 +308,7 @@ def disable() -> None:
     if block is None:
         return
     if _current() is not block:
-        raise ConfigurationError("disable(): a use_aten_ops block entered since has not ended")
+        raise ConfigurationError("disable(): leave the use_aten_ops block entered since enable()")
     _leave(block)
     _lasting.set(None)
 
@@ -337,7 +337,7 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
         return manager.explain(name, *args, **kwargs)
     decision = manager.explain(name)  # the call is invalid: no implementation is asked about it
     blamed = {impl.impl_id: ("arguments", wrong) for impl in decision.accepted}
-    return decision.rejecting(blamed).with_note("the call itself is wrong")
+    return decision.rejecting(blamed).with_note("the arguments do not fit torch's schema")
 
 
 def prepared() -> OpManager:
@@ -387,14 +387,14 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
             if effective_policy().policy.strict:
                 raise
             result = op(*args, **kwargs)  # raises torch's own error if the call itself is wrong
-            said = f"does not take ATen's arguments ({error}); torch's own served"
+            said = f"does not accept ATen's arguments ({error}); torch's own served the call"
             block.routes.warn(name, args, kwargs, said)
             return result
         finally:
             exclude(BELOW, False)
             exclude(ABOVE, False)
         if whole and _lost_gradient(args, kwargs, result):
-            said = "is not differentiable, as a composite must be; torch's own served"
+            said = "is not differentiable, as a composite must be; torch's own served the call"
             block.routes.warn(name, args, kwargs, said)
             return redispatch(keyset & after, *args, **kwargs)
         return result

@@ -61,7 +61,7 @@ def _full(*tensors: Tensor) -> None:
 
 def _last(tensor: Tensor, dim: int) -> None:
     _full(tensor)
-    _need(tensor.ndim > 0 and dim in (-1, tensor.ndim - 1), "not over the last dimension")
+    _need(tensor.ndim > 0 and dim in (-1, tensor.ndim - 1), "dim is not the last dimension")
 
 
 # --------------------------------------------------------------------------- activations
@@ -78,16 +78,16 @@ def _unary_backward(grad_output: Tensor, self: Tensor) -> Served:
 
 def _alike(grad_output: Tensor, self: Tensor) -> None:
     _same_dtype(self, grad_output)
-    _need(grad_output.shape == self.shape, "the gradient has another shape than the input")
+    _need(grad_output.shape == self.shape, "the gradient's shape differs from the input's")
 
 
 def _gelu(self: Tensor, *, approximate: str = "none") -> Served:
-    _need(approximate == "tanh", "the contract's GELU is the tanh form")
+    _need(approximate == "tanh", "the contract's GELU is the tanh approximation")
     return _unary(self)
 
 
 def _gelu_backward(grad_output: Tensor, self: Tensor, *, approximate: str = "none") -> Served:
-    _need(approximate == "tanh", "the contract's GELU is the tanh form")
+    _need(approximate == "tanh", "the contract's GELU is the tanh approximation")
     return _unary_backward(grad_output, self)
 
 
@@ -162,7 +162,7 @@ def _matrices(left: Tensor, right: Tensor) -> None:
     _same_dtype(left, right)
     _full(left, right)
     fitting = left.ndim == right.ndim == 2 and left.shape[1] == right.shape[0]
-    _need(fitting, "not two matrices that fit")
+    _need(fitting, "not two matrices with matching dimensions")
 
 
 def _mm(self: Tensor, mat2: Tensor) -> Served:
@@ -175,7 +175,7 @@ def _addmm(
 ) -> Served:
     _matrices(mat1, mat2)
     _same_dtype(mat1, self)
-    _need(alpha != 0, "a product that alpha = 0 leaves out, whatever is in it")
+    _need(alpha != 0, "alpha is 0, which ignores the product even if it is NaN")
     factors = {"alpha": float(alpha)} if alpha != 1 else {}
 
     def served(run: Run) -> Tensor:
@@ -200,7 +200,7 @@ def _bmm(self: Tensor, mat2: Tensor) -> Served:
         and self.shape[0] == mat2.shape[0]
         and self.shape[2] == mat2.shape[1]
     )
-    _need(fitting, "not batches of matrices that fit")
+    _need(fitting, "not two batches of matrices with matching dimensions")
 
     def served(run: Run) -> Tensor:
         output: Tensor = run(list(mat2.unbind()), list(self.unbind()), transa=False)[0]
@@ -216,7 +216,7 @@ def _one_dimension(input: Tensor, normalized_shape: Sequence[int], *others: Tens
     _full(input)
     _same_dtype(input, *others)
     last = len(normalized_shape) == 1 and input.shape[-1:] == tuple(normalized_shape)
-    _need(last, "not over the last dimension alone")
+    _need(last, "normalized_shape is not the last dimension alone")
 
 
 def _or_ones(weight: Tensor | None, like: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Served:
     _one_dimension(input, normalized_shape, weight)
-    _need(order(input) not in _CHANNELS_LAST, "of channels_last images torch's is channels_last")
+    _need(order(input) not in _CHANNELS_LAST, "the result must be channels_last, like the input")
     return lambda run: run(input, _or_ones(weight, input), _eps(input, eps))[0]
 
 
@@ -363,13 +363,15 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Served:
     _full(self)
-    _need(weight is None, "the contract's cross entropy has no weight for each class")
+    _need(weight is None, "the contract's cross entropy has no class weights")
     _need(1 <= self.ndim <= 2, "the classes are not the last dimension")
-    _need(target.dtype == torch.int64, "the targets are no indices of classes")
-    _need(target.shape == self.shape[:-1], "not one target for each row")
+    _need(target.dtype == torch.int64, "the targets are not class indices")
+    _need(target.shape == self.shape[:-1], "the targets do not match the rows")
     if self.device.type == "cpu":  # torch checks targets here too, and no device is waited for
         wrong = (target < 0) | (target >= self.shape[-1])
-        _need(not (wrong & (target != ignore_index)).any(), "a target is no class: an IndexError")
+        _need(
+            not (wrong & (target != ignore_index)).any(), "a target is out of range: an IndexError"
+        )
 
     def served(run: Run) -> Tensor:
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
@@ -398,15 +400,15 @@ def _attention(
     _full(query, key, value)
     _same_dtype(query, key, value)
     _need(query.ndim == key.ndim == value.ndim == 4, "not [batch, heads, length, width]")
-    _need(enable_gqa or query.shape[1] == key.shape[1], "not one head of keys for each of queries")
-    _need(not (is_causal and attn_mask is not None), "a mask, and causal as well")
+    _need(enable_gqa or query.shape[1] == key.shape[1], "query and key heads differ in number")
+    _need(not (is_causal and attn_mask is not None), "attn_mask and is_causal are both given")
     _need(dropout_p == 0 or _can_draw(query), "no random numbers while a CUDA graph is captured")
     if attn_mask is not None:
         _need(
             attn_mask.dtype in (torch.bool, torch.float32, query.dtype),
-            f"a mask of {attn_mask.dtype} for queries of {query.dtype}",
+            f"attn_mask is {attn_mask.dtype}, and query is {query.dtype}",
         )
-        _need(attn_mask.ndim >= 2, "a mask of fewer than two dimensions")
+        _need(attn_mask.ndim >= 2, "attn_mask has fewer than two dimensions")
 
     def served(run: Run) -> Tensor:
         options: dict[str, Any] = {"attn_mask_type": "causal"} if is_causal else {}
@@ -444,7 +446,7 @@ def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
 
 def _dropout(input: Tensor, p: float, train: bool) -> Served:
     _full(input)
-    _need(train and 0 < p < 1, "nothing is random about it")
+    _need(train and 0 < p < 1, "not random: train is false, or p is 0 or 1")
     _need(_can_draw(input), "no random numbers while a CUDA graph is captured")
 
     def served(run: Run) -> Tensor:

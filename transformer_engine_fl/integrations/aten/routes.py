@@ -271,7 +271,7 @@ class Routes:
         entries = self.manager.registry.entries(name)
         entry = next((it for it in entries if it.impl is chosen), None)
         who = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
-        warning = f"{name}: the implementation that was chosen{who} {said}"
+        warning = f"{name}: the selected implementation{who} {said}"
         if self.manager.is_new(warning):
             logger.warning("%s", warning)
 

@@ -48,8 +48,8 @@ def alias_plugin_core() -> bool:
         there = _installed()
         if there is not None:
             logger.warning(
-                "alias_plugin_core: Transformer Engine is installed (%s), and is not shadowed; "
-                "what imports %s gets its own, or none",
+                "alias_plugin_core: Transformer Engine is installed (%s), so it is not replaced; "
+                "an import of %s gets Transformer Engine's own, or fails",
                 there,
                 PATH,
             )
@@ -111,9 +111,9 @@ def _module(name: str, content: dict[str, Any], *, package: bool = False) -> Mod
 
 def _missing(module: str) -> Any:
     def missing(name: str) -> Any:
-        hint = "which is not installed; transformer_engine_fl stands for its plugin core alone"
+        hint = "which is not installed; transformer_engine_fl replaces its plugin core only"
         if module.startswith(PATH):
-            hint = "and transformer_engine_fl has nothing that is the same"
-        raise AttributeError(f"{module}.{name} is Transformer Engine's own, {hint}")
+            hint = "and transformer_engine_fl has no equivalent"
+        raise AttributeError(f"{module}.{name} belongs to Transformer Engine, {hint}")
 
     return missing

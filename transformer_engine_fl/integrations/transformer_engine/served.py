@@ -173,7 +173,7 @@ class TEFLBackendBase:
 
     def is_available(self) -> bool:
         """Whether this machine can run it; the backend must define it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say is_available()")
+        raise NotImplementedError(f"{type(self).__name__} must implement is_available()")
 
 
 class FlashAttentionBase:
@@ -182,7 +182,7 @@ class FlashAttentionBase:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise _other(
             "FlashAttentionBase",
-            "attention is the operator 'fused_attn_fwd' here, with a contract, and no class",
+            "attention is the operator 'fused_attn_fwd' here, not a class",
         )
 
 
@@ -203,7 +203,7 @@ def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
 
 def _other(name: str, instead: str) -> NotSupportedError:
     return NotSupportedError(
-        f"transformer_engine.plugin.core.{name} is not what transformer_engine_fl has: {instead}"
+        f"transformer_engine_fl has no transformer_engine.plugin.core.{name}: {instead}"
     )
 
 
@@ -215,12 +215,12 @@ def _refused(name: str, instead: str) -> Callable[..., Any]:
     return refused
 
 
-_PLANS: Final = "plans follow every change of policy by themselves, and there is no epoch"
+_PLANS: Final = "a change of policy takes effect by itself; there is no epoch"
 _DISCOVERY: Final = (
-    "plugins are found when a manager starts; name one in TE_FL_PLUGIN_MODULES or in the "
-    f"entry-point group {ENTRY_POINT_GROUP}, and `te-fl doctor` lists them"
+    "plugins are loaded when a manager starts; name one in TE_FL_PLUGIN_MODULES or in the "
+    f"entry-point group {ENTRY_POINT_GROUP}; `te-fl doctor` lists them"
 )
-_MODULE: Final = "there is no module of all operators; ask get_default_manager() for one by name"
+_MODULE: Final = "no module holds all operators; get one by name from get_default_manager()"
 
 _OWN: Final = (
     *("get_policy", "set_global_policy", "reset_global_policy", "policy_context"),

@@ -356,9 +356,9 @@ BRIDGES: Final[dict[str, tuple[Bridge, ...]]] = {
 
 UNBRIDGED: Final = {
     "apply_rotary_pos_emb": "has one angle for both features of a pair; fused_rope_forward has two",
-    "dropout": "draws other numbers than dropout_fwd, and a mask of one byte for each element",
-    "cross_entropy_loss": "returns no log-sum-exp, which the loss does not tell where the target's "
-    "logit is -inf",
+    "dropout": "draws other random numbers than dropout_fwd; its mask has one byte per element",
+    "cross_entropy_loss": "returns no log-sum-exp, which the loss does not determine where the "
+    "target's logit is -inf",
     "topk_softmax": "returns weights and indices, not the probabilities of every expert",
     "scaled_dot_product_attention": "returns no log-sum-exp, which fused_attn_bwd needs",
 }

@@ -71,7 +71,7 @@ class _Reader:
             mark = getattr(error, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
             said = getattr(error, "problem", None) or str(error)
-            raise PluginError(f"{self._whose}: {self._path}{line}: no YAML: {said}") from None
+            raise PluginError(f"{self._whose}: {self._path}{line}: invalid YAML: {said}") from None
         if root is None:
             return {}
         found = {}
@@ -159,7 +159,7 @@ class _Reader:
             fixed[name] = value
             return
         if value not in pairs:
-            raise self._problem(node, where, f"{value!r} is no key of the entry")
+            raise self._problem(node, where, f"{value!r} is not a key of the entry")
         used.add(value)
         of_list = (*where[:2], value)
         kinds: Any = dict if name == "META." else int if name in LAUNCH else _SCALARS
@@ -176,9 +176,9 @@ class _Reader:
         seen = set()
         for key, value in node.value:
             if key.tag != _NAME:
-                raise self._problem(key, (*where, key.value), f"{key.value!r} is no name")
+                raise self._problem(key, (*where, key.value), f"{key.value!r} is not a name")
             if key.value in seen:
-                raise self._problem(key, (*where, key.value), "is there twice")
+                raise self._problem(key, (*where, key.value), "duplicate key")
             seen.add(key.value)
             yield key.value, value
 

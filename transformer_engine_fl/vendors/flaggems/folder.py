@@ -120,7 +120,7 @@ class FlagGemsFolder(Package):
         if not callable(found):
             raise PluginError(
                 f"{self.name!r}: {module.__file__}: {_OPS}() gives {found!r} for "
-                f"{kernel.aten!r}, which is no operator"
+                f"{kernel.aten!r}, which is not callable"
             )
         return found
 
@@ -264,7 +264,7 @@ def _loaded(folder: str | Path) -> FlagGemsFolder:
         if known.info.key == bare.info.key:
             raise RegistrationError(
                 f"{bare.name!r} is the vendor of {str(known.path)!r} and of {str(bare.path)!r}; "
-                "a name stands for one vendor"
+                "a vendor's name must be unique"
             )
     described(bare.info)
     unused = bare.unused | more
@@ -301,7 +301,7 @@ def _module(folder: str | Path) -> ModuleType:
         raise no_folder(folder)
     name = path.name if path.name.startswith("_") else f"_{path.name}"
     if not name.isidentifier():
-        raise PluginError(f"folder {str(folder)!r}: {path.name!r} is no name for a module")
+        raise PluginError(f"folder {str(folder)!r}: {path.name!r} is not a valid module name")
     return import_folder(path, f"{shim.BACKENDS}.{name}")
 
 
@@ -345,7 +345,7 @@ def _configs(path: Path) -> tuple[Mapping[str, list[configs.Config]], tuple[str,
     try:
         return configs.read(file, f"folder {path.name!r}"), ()
     except PluginError as error:
-        logger.warning("%s; the whole file is passed over", error)
+        logger.warning("%s; the whole file is skipped", error)
         return {}, (str(error),)
 
 

@@ -119,7 +119,7 @@ def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.set_grad_enabled(whole and torch.is_grad_enabled()):
             result = function(*args, **kwargs)
         if whole and _wants_gradient((*args, *kwargs.values())) and not _wants_gradient((result,)):
-            raise NotSupportedError(f"aten::{aten}: {function.__name__} brings no gradient")
+            raise NotSupportedError(f"aten::{aten}: {function.__name__} is not differentiable")
         return result
 
     kernel.__name__ = name

@@ -142,9 +142,9 @@ def not_used(folder: FlagGemsFolder) -> dict[str, str]:
     said: dict[str, str] = {}
     for name in folder.configs:
         if name not in used:
-            said[f"tune_configs.yaml: {name}"] = "no choice here means the same"
+            said[f"tune_configs.yaml: {name}"] = "no choice here corresponds to it"
         elif not any(it.fields(config) for it in _TUNED[name] for config in folder.configs[name]):
-            said[f"tune_configs.yaml: {name}"] = "none of its configurations means the same here"
+            said[f"tune_configs.yaml: {name}"] = "none of its configurations has an equivalent here"
         elif away:
             said[f"tune_configs.yaml: {name}"] = away
     try:
@@ -154,7 +154,7 @@ def not_used(folder: FlagGemsFolder) -> dict[str, str]:
     for name in names:
         reason = away or next((_unfit(folder, name, it) for it in _RULES.get(name, ())), None)
         if name not in _RULES:
-            reason = "no choice here means the same"
+            reason = "no choice here corresponds to it"
         if reason:
             said[f"heuristics_config_utils.py: {name}"] = reason
     return said
@@ -195,7 +195,7 @@ def _nearest(
         wrong = [_no_number(it) or choice.wrong(choice.value(**it)) for it in whole]
         right = [it for it, reason in zip(whole, wrong, strict=True) if reason is None]
         if not right:
-            raise PluginError(f"{where}: no configuration can be run here: {wrong[0]}")
+            raise PluginError(f"{where}: no configuration is valid here: {wrong[0]}")
         if own in right:
             return None
         return min(right, key=lambda it: _distance(it, own))

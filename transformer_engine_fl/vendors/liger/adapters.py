@@ -204,7 +204,7 @@ def _filling(function: Any, op: str, known: frozenset[str]) -> Callable[..., Any
     if unknown:
         raise PluginError(
             f"{op}: {function.__module__}.{function.__name__} has the parameter {unknown[0]!r}, "
-            "which Liger's has not; it is not bridged"
+            "which Liger's function lacks; it is not bridged"
         )
 
     def call(**values: Any) -> Any:

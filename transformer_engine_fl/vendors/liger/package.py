@@ -181,7 +181,7 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
         raise blamed(error, f"{what} cannot be loaded", vendors=names) from error
     if not found:
         raise PluginError(
-            f"{what} declares nothing: its __init__ calls register_impl(ImplInfo(...)) or "
+            f"{what} declares nothing: its __init__ must call register_impl(ImplInfo(...)) or "
             f"register_vendor(VendorInfo(...)) of {shim.REGISTRY}"
         )
     return tuple(_kept(info, name, exported[info.name]) for info in found)
@@ -209,7 +209,7 @@ def _kept(info: Any, origin: str, exported: tuple[str, ...]) -> LigerPackage:
                 return known
             raise RegistrationError(
                 f"{info.name!r} is declared by {known.origin!r} ({known.module_path}) and by "
-                f"{origin!r} ({info.module_path}); a name stands for one implementation"
+                f"{origin!r} ({info.module_path}); an implementation's name must be unique"
             )
     return keep(
         lambda key: LigerPackage(
@@ -231,7 +231,7 @@ def _register(package: LigerPackage, registry: OpRegistry) -> None:
         return
     if taken:
         logger.warning(
-            "%r exports %s, which the contracts here have for operators of their own; left out",
+            "%r exports %s, which are names of other operators here; these exports are skipped",
             package.name,
             ", ".join(map(repr, taken)),
         )

@@ -47,8 +47,8 @@ def register_function(
         if missing.name == "transformer_engine":
             raise blamed(
                 missing,
-                f"Transformer Engine is not installed; name {_ALIAS!r} in TE_FL_PLUGIN_MODULES, "
-                "or call its alias_plugin_core(), to load a plugin for it without",
+                "Transformer Engine is not installed; to load a plugin for it anyway, name "
+                f"{_ALIAS!r} in TE_FL_PLUGIN_MODULES or call its alias_plugin_core()",
             ) from missing
         raise missing
     for style in (liger, flaggems):

@@ -102,10 +102,9 @@ class Package:
         """
         found = getattr(module, name, None)
         if not callable(found):
-            was = "nothing" if found is None else f"{type(found).__name__}, which is no operator,"
-            raise PluginError(
-                f"{self.name!r}: {module.__file__} exports {name!r}, and has {was} under it"
-            )
+            kind = type(found).__name__
+            was = "is missing" if found is None else f"is not callable but of type {kind}"
+            raise PluginError(f"{self.name!r}: {module.__file__} exports {name!r}, which {was}")
         return found
 
     def bridged(self, bridge: Bridge) -> Callable[..., Any]:

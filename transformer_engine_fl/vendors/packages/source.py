@@ -33,7 +33,7 @@ def blamed(
     """
     where = raised_at(error, folder)
     project = lacking(error)
-    hint = f"; {project} is not installed, and what stands in for it lacks that" if project else ""
+    hint = f"; {project} is not installed, and its stand-in here lacks that" if project else ""
     made = PluginError(f"{what}: {where + ': ' if where else ''}{worded(error)}{hint}")
     made.vendors = tuple(vendors)
     return made
@@ -43,10 +43,10 @@ def no_folder(path: str | Path) -> PluginError:
     """The error for a path that is not a folder."""
     if Path(path).expanduser().is_file():
         return PluginError(
-            f"{str(path)!r} is a file; a module is named without its folder, which PYTHONPATH "
-            f"names, and without '.py': {Path(path).stem!r}"
+            f"{str(path)!r} is a file; add its folder to PYTHONPATH and name the module: "
+            f"{Path(path).stem!r}"
         )
-    return PluginError(f"there is no folder {str(path)!r}")
+    return PluginError(f"no such folder: {str(path)!r}")
 
 
 def import_folder(folder: Path, name: str) -> ModuleType:
@@ -65,7 +65,7 @@ def import_folder(folder: Path, name: str) -> ModuleType:
     if known is not None:
         if Path(str(known.__file__)).resolve() != init.resolve():
             raise RegistrationError(
-                f"{str(folder)!r} and {str(Path(str(known.__file__)).parent)!r} are both "
+                f"{str(folder)!r} and {str(Path(str(known.__file__)).parent)!r} are both named "
                 f"{folder.name!r}; rename one of the folders"
             )
         return known
@@ -90,7 +90,7 @@ def parsed(module_path: str) -> ast.Module | None:
     """
     spec = importlib.util.find_spec(module_path)
     if spec is None:
-        raise ModuleNotFoundError(f"there is no module {module_path!r}", name=module_path)
+        raise ModuleNotFoundError(f"no module named {module_path!r}", name=module_path)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     return ast.parse(Path(spec.origin).read_bytes(), spec.origin)  # bytes: ast reads the encoding

@@ -50,7 +50,9 @@ class ImplInfo:
             raise ValueError(f"{self.name!r}: module_path is missing; name the operators' module")
         extra = sorted(set(self.default_devices) - set(self.devices))
         if extra:
-            raise ValueError(f"{self.name!r}: default_devices has {extra}, which devices has not")
+            raise ValueError(
+                f"{self.name!r}: default_devices has {extra}, which are not in devices"
+            )
 
 
 @dataclass
@@ -99,6 +101,6 @@ def select_impl(device: str, explicit: str | None = None) -> ImplInfo | None:
         info = IMPL_REGISTRY.get(explicit)
         if info is None or device not in info.devices:
             asked = f"{LIGER_KERNEL_IMPL_ENV}={explicit!r}"
-            raise RuntimeError(f"{asked}: no implementation of that name is for {device!r}")
+            raise RuntimeError(f"{asked}: no implementation of that name supports {device!r}")
         return info
     return next((it for it in IMPL_REGISTRY.values() if device in it.default_devices), None)
