@@ -61,30 +61,34 @@ def certify(package: Path, jobs: int) -> bool:
     command = [sys.executable, "-c", WHETHER, impl_id]
     asked = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode:
-        print(f"{package.name}: cannot be asked (status {asked.returncode})", flush=True)
+        print(
+            f"{package.name}: the availability check failed (status {asked.returncode})", flush=True
+        )
         return False
     reason = asked.stdout.strip()
     if reason:
-        print(f"{package.name}: not here: {reason}", flush=True)
+        print(f"{package.name}: not available: {reason}", flush=True)
         return True
     page = str(package / "README.md")
     options = ["--quiet", "--jobs", str(jobs), "--readme", page]
     command = [sys.executable, "-c", PROGRAM, "verify", impl_id, *options]
     status = subprocess.run(command, env=environ, check=False).returncode
     if status < 0:
-        print(f"{package.name}: ended by signal {-status}", flush=True)
+        print(f"{package.name}: killed by signal {-status}", flush=True)
     return status == 0
 
 
 def main() -> None:
     """Certify the packages that are named, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="all, unless named")
-    parser.add_argument("--jobs", type=int, default=1, help="share the cases among so many")
+    parser.add_argument(
+        "packages", nargs="*", metavar="PACKAGE", help="the packages to certify (all)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="run the cases in this many processes")
     wanted = parser.parse_args()
     here = {it.name: it for it in packages()}
     if unknown := sorted(set(wanted.packages) - set(here)):
-        parser.error(f"no package here: {', '.join(unknown)}; there are: {', '.join(here)}")
+        parser.error(f"unknown package: {', '.join(unknown)}; known: {', '.join(here)}")
     chosen = [here[name] for name in wanted.packages or here]
     failed = [it for it in chosen if not certify(it, wanted.jobs)]
     sys.exit(1 if failed else 0)

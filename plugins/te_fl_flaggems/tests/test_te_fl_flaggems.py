@@ -159,7 +159,7 @@ def test_one_column_is_left_to_others_but_in_float32(dtype: torch.dtype) -> None
     with pytest.raises(NotSupportedError, match="one column"):
         kernels.aten.mm(a.to(dtype), b.to(dtype))
     torch.testing.assert_close(kernels.aten.mm(a, b), a @ b)
-    with pytest.raises(NotSupportedError, match="no empty tensors"):
+    with pytest.raises(NotSupportedError, match="not support empty tensors"):
         kernels.aten.mm(a[:0], b)
 
 

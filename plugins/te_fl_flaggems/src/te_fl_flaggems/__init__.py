@@ -79,18 +79,18 @@ LIMITED = {
 """Operators that keep the contract in some dtypes only: (these dtypes, the fault in others)."""
 
 UNSUPPORTED = {
-    "dgelu": "gelu_backward is NaN where the square of an input is past the end of float32",
+    "dgelu": "gelu_backward is NaN where the square of an input overflows float32",
     "cross_entropy_fwd": "cross_entropy_loss returns no log-sum-exp, and -inf for a row whose "
     "logits are all below about -104",
-    "cross_entropy_bwd": "the gradient of cross_entropy_loss is not by the log-sum-exp",
+    "cross_entropy_bwd": "the gradient of cross_entropy_loss is not computed from the log-sum-exp",
     "fused_rope_forward": "apply_rotary_pos_emb has one angle for both features of a pair",
-    "dropout_fwd": "dropout draws other numbers, and its mask has one byte for each element",
+    "dropout_fwd": "dropout draws other random numbers, and its mask has one byte per element",
     "fused_attn_fwd": "scaled_dot_product_attention returns no log-sum-exp",
     "fused_topk_with_score_function_fwd": "topk_softmax returns weights and indices, not the "
     "probabilities of every expert",
     "aten::native_layer_norm": "layer_norm returns its statistics flat, and rounded to the "
     "input's dtype",
-    "aten::rms_norm": "rms_norm takes no call without a weight",
+    "aten::rms_norm": "rms_norm needs a weight",
 }
 """Operators that FlagGems seems to have and that are not registered, with the reasons."""
 

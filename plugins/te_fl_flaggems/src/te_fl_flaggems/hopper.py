@@ -36,7 +36,7 @@ def bridged(mm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor]
     @functools.wraps(mm)
     def product(a: Tensor, b: Tensor) -> Tensor:
         if not (a.numel() and b.numel()):
-            raise NotSupportedError("FlagGems' product takes no empty tensors")
+            raise NotSupportedError("FlagGems' product does not support empty tensors")
         if b.shape[1] == 1 and b.dtype is not torch.float32:
             raise NotSupportedError(
                 f"FlagGems' product of one column multiplies and adds in {b.dtype}"

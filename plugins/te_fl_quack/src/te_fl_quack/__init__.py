@@ -33,7 +33,7 @@ LIMITED = {
     ),
     "scaled_softmax_forward": (
         frozenset({"float16"}),
-        "a row is NaN where its largest logit, times log2(e), is past the end of float32",
+        "a row is NaN where its largest logit, times log2(e), overflows float32",
     ),
 }
 """Operators that keep the contract in some dtypes only: (these dtypes, the fault in others)."""

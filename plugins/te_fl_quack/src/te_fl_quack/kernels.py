@@ -52,7 +52,9 @@ def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
     taken = TAKER.dense(op, **tensors)
     for name, tensor in zip(tensors, taken, strict=True):
         if tensor.dtype not in NARROW:
-            raise NotSupportedError(f"{op}: {name!r} is {tensor.dtype}, which quack has not")
+            raise NotSupportedError(
+                f"{op}: {name!r} is {tensor.dtype}, which quack does not support"
+            )
     return [it if it.data_ptr() % ALIGNMENT == 0 else it.clone() for it in taken]
 
 
@@ -98,8 +100,8 @@ def _copied_past_registers(op: str, **tensors: Tensor) -> None:
 def _gradient_fits(op: str, x: Tensor) -> None:
     if x.element_size() >= 4 and x.shape[-1] > WIDEST_GRADIENT:
         raise NotSupportedError(
-            f"{op}: quack has the shared memory for rows of {WIDEST_GRADIENT} elements of "
-            f"{x.dtype}; given: {x.shape[-1]}"
+            f"{op}: quack has shared memory for rows of at most {WIDEST_GRADIENT} elements of "
+            f"{x.dtype}; got {x.shape[-1]}"
         )
 
 
@@ -107,7 +109,7 @@ def _whole_accesses(op: str, tensor: Tensor) -> None:
     """Decline rows whose width is not a multiple of the widest access."""
     if tensor.shape[-1] * tensor.element_size() % ALIGNMENT:
         raise NotSupportedError(
-            f"{op}: quack's softmax takes rows of multiples of {ALIGNMENT} bytes; given: "
+            f"{op}: quack's softmax needs rows of a multiple of {ALIGNMENT} bytes; got "
             f"{tensor.shape[-1]} elements of {tensor.dtype}"
         )
 
@@ -130,7 +132,7 @@ def rmsnorm_fwd(
     )
     x, w = _taken(op, input=input, weight=weight)
     if out_dtype not in (None, *NARROW):
-        raise NotSupportedError(f"{op}: quack writes no {out_dtype}")
+        raise NotSupportedError(f"{op}: quack does not write {out_dtype}")
     _copied_past_registers(op, input=x)
     with _launching(op, x, w, out_dtype):
         output, _, rsigma = RMSNORM.rmsnorm_fwd(
@@ -181,7 +183,7 @@ def rmsnorm_fwd_add(
     )
     x, add, w = _taken(op, input=input, residual=residual, weight=weight)
     if out_dtype not in (None, *NARROW):
-        raise NotSupportedError(f"{op}: quack writes no {out_dtype}")
+        raise NotSupportedError(f"{op}: quack does not write {out_dtype}")
     _copied_past_registers(op, input=x, residual=add)
     with _launching(op, x, add, w, out_dtype):
         output, total, rsigma = RMSNORM.rmsnorm_fwd(
