@@ -94,7 +94,7 @@ def show_comparison(out: Console, outcomes: Sequence[Outcome], *, agreed: bool) 
             out.print(f"{name} failed: {outcome.failed}", style="red")
         elif outcome.others:
             others = ", ".join(f"{op} ({impl_id})" for op, impl_id in outcome.others.items())
-            out.print(f"{name} does not implement these operators; others served them: {others}")
+            out.print(f"{name} lacks operators that others served: {others}")
     steps = max((len(run.losses) for run in runs.values()), default=0)
     within = f"within a relative difference of {tolerance(steps):.1g} (in float32)"
     if agreed:
