@@ -1,15 +1,15 @@
-"""Measures the cost of a dispatch, and that of other dispatch mechanisms, in one run.
+"""Measures the cost of a dispatch, and of other dispatch mechanisms, in one run.
 
     python benchmarks/dispatch_overhead.py            about a minute; writes JSON and a plot
     python benchmarks/dispatch_overhead.py --quick    a few seconds; writes only with --out
     python benchmarks/dispatch_overhead.py --check    status 1 if a budget is exceeded
 
 Every case calls the same function of two tensors, which returns the first. Several processes run
-one after the other, since memory layout and hash seeds differ between processes. Within a process
-the cases take turns, in a new random order in each round, so that a slow moment affects all of
-them alike. A case's figure in a process is its fastest round; the result is the median over the
-processes, together with the lowest and the highest. The cost of dispatching is the difference to
-the direct call.
+one after the other, because memory layout and hash seeds differ between processes. Within a process
+the cases alternate, in a new random order in each round, so that a slow moment affects all of them
+alike. A case's figure in a process is its fastest round; the result is the median over the
+processes, with the lowest and the highest. The cost of a dispatch is the difference from the
+direct call.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from transformer_engine_fl import (
 RESULTS = Path(__file__).parent / "results"
 
 REFERENCE_LOOKUP_US = 0.04
-"""The time of a dict look-up plus call, minus an empty loop, on the budgets' machine."""
+"""A dict look-up and a call, less an empty loop, on the machine that the budgets are stated for."""
 
 BUDGETS_US = {
     "manager.call": 0.25,
     "bound handle": 0.10,
     "manager.call, device and dtype guard": 0.80,
 }
-"""What a case may add to the direct call, on a machine with that look-up time."""
+"""What a case may add to the direct call, on a machine with ``REFERENCE_LOOKUP_US``."""
 
 PLAN_BUDGET_US = 200.0
-"""The first call of an operator after every plan was dropped, on any machine."""
+"""What the first call of an operator may take after all plans were dropped, on any machine."""
 
 OPERATORS, IMPLEMENTATIONS = 1_000, 10
 SAMPLE_SECONDS = 1e-3
@@ -179,7 +179,7 @@ def _others() -> Iterator[Case]:
 
     third = torch.ones(4)
 
-    # torch refuses a custom_op that returns its argument: this one returns a third tensor.
+    # torch rejects a custom_op that returns its argument, so this one returns a third tensor.
     opaque = torch.library.custom_op(
         "te_fl_benchmark::custom",
         lambda a, b: third,
@@ -199,7 +199,7 @@ def _others() -> Iterator[Case]:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """Measure in this process: each case's fastest round, and plan building, in us."""
+    """Each case's fastest round in this process, and the first calls that build plans, in us."""
     chosen = list(cases())
     timers = [case.timer() for case in chosen]
     numbers = []
@@ -222,7 +222,7 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def _plans(repeats: int) -> dict[str, float]:
-    """First calls after every plan was dropped: median over operators, in us."""
+    """First calls after all plans were dropped: the median over operators, in us."""
     a, b = torch.ones(4), torch.ones(4)
     plain = _manager(OPERATORS, IMPLEMENTATIONS)
     guarded = _manager(OPERATORS, IMPLEMENTATIONS, **GUARD)
@@ -274,7 +274,7 @@ def run(processes: int, rounds: int) -> dict[str, list[float]]:
 
 
 def report(figures: dict[str, list[float]]) -> dict[str, Any]:
-    """The results to be written: figures in us, ratios, budgets, versions."""
+    """The results to write: figures in us, ratios, budgets, versions."""
     middle = {name: statistics.median(values) for name, values in figures.items()}
     empty, direct = middle["empty loop"], middle["direct call"]
     scale = (middle["dict look-up and call"] - empty) / REFERENCE_LOOKUP_US
@@ -335,7 +335,7 @@ def show(results: dict[str, Any]) -> None:
     for name, row in results["cases"].items():
         span = f"{row['lowest_us']:.3f}..{row['highest_us']:.3f}"
         print(f"{name:<42} {row['us']:>8.3f} {row['added_us']:>9.3f} {row['ratio']:>9.1f}   {span}")
-    print(f"\nbudgets; those of a call are scaled by {results['scale']}, for this machine's speed")
+    print(f"\nbudgets; for this machine's speed, a call's budget is scaled by {results['scale']}")
     for name, row in results["budgets"].items():
         verdict = "within" if row["within"] else "OVER"
         print(f"{name:<42} {row['us']:>8.3f} of {row['budget_us']:>8.3f} us   {verdict}")
@@ -384,10 +384,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one process, few rounds")
-    parser.add_argument("--check", action="store_true", help="status 1 if a budget is exceeded")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if over a budget")
     parser.add_argument("--processes", type=at_least(1), default=9)
     parser.add_argument("--rounds", type=at_least(1), default=200)
-    parser.add_argument("--out", type=result_folder, help="folder for JSON and plot")
+    parser.add_argument("--out", type=result_folder, help="folder for the JSON and the plot")
     parser.add_argument("--worker", type=at_least(1), metavar="ROUNDS", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker is not None:

@@ -1,4 +1,4 @@
-"""Measures the errors of results against float64, and the roofs that rates are compared with."""
+"""Measures errors against float64, and the roofs that rates are compared with."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "copies", "error_ratio", "roofs"]
 
 LARGEST = 8192
-"""The size of the square matrix products that give the roofs in TFLOP/s."""
+"""M, N and K of the matrix products that give the roofs in TFLOP/s."""
 
 COPIED = (2**22, 2**24, 2**25, 2**26, 2**27, 2**28, 2**29)
-"""Bytes of the copies that show what fraction of the roof is left by the fixed costs of a call.
+"""Bytes of the smaller copies, which show what the fixed costs of a call leave of the roof.
 
-Each is compared with a fill of as many bytes as the copy reads and writes: writing alone may be
-slower than reading and writing in turn.
+Each is timed beside a fill of as many bytes as the copy reads and writes together, because writing
+alone may be slower than reading and writing in turn.
 """
 
 
 def roofs() -> dict[str, dict[str, Any]]:
-    """The roofs, by name: value, unit and what was measured."""
+    """The roofs by name: value, unit, and what was measured."""
     found: dict[str, dict[str, Any]] = {}
     for name, unit, what, measure in (
         ("copy", "GB/s", "a device-to-device copy of 2 GiB, read and written", _copy),
@@ -39,7 +39,7 @@ def roofs() -> dict[str, dict[str, Any]]:
     ):
         try:
             value = measure()
-        except Exception as error:  # noqa: BLE001 - a device may not support it; reported
+        except Exception as error:  # noqa: BLE001 - unsupported by the device; reported
             found[name] = {"value": None, "unit": unit, "what": f"{what}: {error}"[:300]}
         else:
             found[name] = {"value": value, "unit": unit, "what": what}
@@ -48,8 +48,9 @@ def roofs() -> dict[str, dict[str, Any]]:
 
 
 def copies() -> list[dict[str, float]]:
-    """Smaller copies: the bytes that each reads and writes together, and its microseconds; also the
-    microseconds of a fill of as many bytes, by the faster of torch's two functions.
+    """For each smaller copy, the bytes that it reads and writes together, and its microseconds.
+
+    ``fill_us`` is a fill of as many bytes, by the faster of ``zero_`` and ``fill_``.
     """
     return [
         {"bytes": 2 * size, "us": _copy_ms(size) * 1e3, "fill_us": _fill_ms(2 * size) * 1e3}
@@ -97,10 +98,10 @@ def error_ratio(
 ) -> float | None:
     """The worst error divided by the error that the contracts allow; None if it is infinite.
 
-    A peer may return fewer values, or None for a value that cannot be compared; these are not
-    checked. With ``whole``, as for implementations, every value is required. If the contract
-    allows only certain bits, any other result is an infinite error, and so is a wrong number of
-    elements.
+    A peer may return fewer values, or None for a value that cannot be compared; such values are not
+    checked. With ``whole``, as for implementations, every value is required. Bits other than the
+    required ones, where the contract requires exact bits, and a wrong number of elements are an
+    infinite error.
     """
     worst = 0.0
     results = as_tuple(results)

@@ -1,14 +1,14 @@
-"""Measures implementation sets, and their peers, on a GPU: values first, then time.
+"""Measures implementation sets and their peers on a GPU: accuracy first, then time.
 
     python benchmarks/ops.py --impl default.flagos --impl vendor.cuda --out results.json
 
 Every implementation and every installed peer does the same work on the same inputs. Its values
-are checked against float64; then it is timed with a cold L2 cache, and the median is taken.
+are checked against float64; then it is timed with a cold L2 cache, and the median is reported.
 Memory-bound work is reported in GB/s of the fewest bytes that must be moved, and compared with a
 large device-to-device copy in the same run. Matrix products are reported in TFLOP/s, and compared
-with torch's largest product in the same run; for these the candidates take turns. Writes JSON,
-and with ``--markdown`` and ``--plot`` a table and a picture. ``workloads/`` defines what is
-measured, and ``peers/`` the libraries that it is compared with.
+with torch's product of large square matrices in the same run; their candidates are timed in
+alternation. Writes JSON, with ``--markdown`` also a table, and with ``--plot`` a plot.
+``workloads/`` defines what is measured, and ``peers/`` what it is compared with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from transformer_engine_fl.testing.timing import median_ms
 Report = dict[str, Any]
 
 ROUNDS = 5
-"""The number of rounds in which candidates take turns, for work counted in operations.
+"""The rounds in which the candidates of a workload that is counted in operations alternate.
 
 Matrix products heat a device until it lowers its clocks: if the same kernel is timed twice in
 succession, the first measurement is several percent faster.
@@ -57,7 +57,7 @@ succession, the first measurement is several percent faster.
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An implementation (its id) or a peer (its name), and a function that makes its work."""
+    """An implementation (by its id) or a peer (by its name), and a function that makes its work."""
 
     name: str
     make: Callable[[Sample], Work]
@@ -65,28 +65,28 @@ class Candidate:
 
 
 class AbsentError(Exception):
-    """An implementation does not run a call."""
+    """An implementation declines a call."""
 
 
 def implementation(op: str, impl_id: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """The function that one implementation runs for a call.
 
     Raises:
-        AbsentError: the implementation does not run it; says why.
+        AbsentError: the implementation does not run the call; the message says why.
     """
     manager = te.get_default_manager()
     with te.policy_context(prefer=f"impl:{impl_id}", strict=True):
         verdicts = manager.explain(op, *args, **kwargs).verdicts
         own = next((it for it in verdicts if it.impl.impl_id == impl_id), None)
         if own is None:
-            raise AbsentError("does not implement it")
+            raise AbsentError("does not implement the operator")
         if not own.accepted:
             raise AbsentError(own.reason)
         return manager.resolve(op, *args, **kwargs)
 
 
 def own_work(workload: Workload, impl_id: str, sample: Sample) -> Work:
-    """The work of an implementation, with each of its operators chosen beforehand."""
+    """The work of an implementation; its functions are resolved before anything is timed."""
     functions: dict[str, Callable[..., Any]] = {}
 
     def rehearsed(contract: Contract[..., Any]) -> Callable[..., Any]:
@@ -144,10 +144,10 @@ def measure(
     def fresh(kept: Sample, its_shape: Shape) -> Sample:
         return make(its_shape) if workload.mutates else kept
 
-    everybody = list(candidates(workload, args))
-    # Candidates that take turns hold their memory at the same time. Memory-bound workloads need
-    # most of the memory, and clocks hardly matter for them: these run one after the other.
-    for together in [everybody] if workload.flops else [[it] for it in everybody]:
+    every = list(candidates(workload, args))
+    # Candidates that alternate hold their memory at the same time. Memory-bound workloads need
+    # most of the memory, and clocks hardly matter to them, so their candidates run one by one.
+    for together in [every] if workload.flops else [[it] for it in every]:
         works: dict[str, Work] = {}
         ratios: dict[str, float | None] = {}
         for candidate in together:
@@ -175,7 +175,7 @@ def measure(
 
 
 def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dict[str, float]:
-    """The median milliseconds of each candidate that runs; each round starts with another one."""
+    """Milliseconds by candidate, the median of its rounds; each round starts with another one."""
     rounds = row["rounds"]
     found: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds):
@@ -192,7 +192,7 @@ def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dic
 
 @contextlib.contextmanager
 def _absence_noted(row: Report, name: str) -> Iterator[None]:
-    """Report a candidate that does not run, or fails, as absent."""
+    """Report a candidate that declines or fails as absent."""
     try:
         yield
     except AbsentError as error:
@@ -204,7 +204,7 @@ def _absence_noted(row: Report, name: str) -> Iterator[None]:
 def prepare(
     plan: list[tuple[Workload, Shape]], args: argparse.Namespace, device: str = "cuda"
 ) -> None:
-    """Run everything once in several processes, to fill the compilers' caches on disk.
+    """Run every call once, in several processes, to fill the compilers' caches on disk.
 
     Compiling takes much longer than measuring, and a process compiles one kernel at a time.
     """
@@ -217,12 +217,12 @@ def prepare(
 
 
 def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:
-    """Run the work of every candidate once; returns the seconds that took."""
+    """Run the work of every candidate once; returns the seconds taken."""
     name, shape, args, device = call
     workload, start = WORKLOADS[name], time.perf_counter()
     small = workload.check_shape(shape) if workload.check_shape else shape
     for its_shape in dict.fromkeys((small, shape)):
-        with contextlib.suppress(Exception):  # fails again, and is reported, in the measurement
+        with contextlib.suppress(Exception):  # the measurement fails too, and reports it
             sample = workload.sample(its_shape, dtype=getattr(torch, args.dtype), device=device)
             for candidate in candidates(workload, args):
                 with contextlib.suppress(Exception):
@@ -232,7 +232,7 @@ def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:
 
 
 def host_times(impls: list[str]) -> dict[str, float]:
-    """Host microseconds of one call on a 4x64 tensor, all measured in turns."""
+    """Host microseconds of one call on a 4x64 tensor; batches of the calls alternate."""
     x = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
     w = torch.ones(64, device="cuda", dtype=torch.bfloat16)
     works: dict[str, Callable[[], Any]] = {
@@ -240,7 +240,7 @@ def host_times(impls: list[str]) -> dict[str, float]:
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (64,), w, 1e-5),
     }
     for impl_id in impls:
-        # A manager for each implementation, so that it always chooses this one.
+        # A manager of its own for each implementation, with no other to choose.
         registry = te.OpRegistry()
         te.OpManager(registry, plugins=False).ensure_initialized()
         chosen = te.OpRegistry()
@@ -301,44 +301,46 @@ def planned(args: argparse.Namespace) -> Iterator[tuple[Workload, Shape]]:
         for shape in args.shape or shapes:
             if len(shape) != len(workload.tiny):
                 text = "x".join(map(str, shape))
-                raise LookupError(f"{text} is no shape of {workload.name}: {workload.axes}")
+                raise LookupError(
+                    f"{text} is not a shape of {workload.name}, which takes {workload.axes}"
+                )
             yield workload, shape
 
 
 def parse_shape(text: str) -> Shape:
-    """``8192x4096``."""
+    """The type of an argument such as ``8192x4096``."""
     numbers = text.split("x")
     if not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; example: 8192x4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; example: 8192x4096")
     return tuple(map(int, numbers))
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--impl", action="append", default=[], help="an implementation id")
-    add("--op", action="append", default=[], help="an operator, or a workload by its name")
+    add("--impl", action="append", default=[], help="an implementation id; may be repeated")
+    add("--op", action="append", default=[], help="an operator or the name of a workload")
     add("--family", action="append", default=[], help="the standard workloads of a family")
-    add("--shape", action="append", type=parse_shape, help="8192x4096 (the standard ones)")
-    add("--dtype", default="bfloat16", choices=FLOATS, help="of workloads without one of their own")
-    add("--wide", action="store_true", help="add rows of 65,536 and above")
-    add("--quick", action="store_true", help="the first shape of each, without torch.compile")
-    add("--no-peers", dest="peers", action="store_false", help="the sets alone")
+    add("--shape", action="append", type=parse_shape, help="instead of the standard shapes")
+    add("--dtype", default="bfloat16", choices=FLOATS, help="for workloads with no dtype of theirs")
+    add("--wide", action="store_true", help="add shapes with rows of 65,536 columns and more")
+    add("--quick", action="store_true", help="one shape per workload, no torch.compile")
+    add("--no-peers", dest="peers", action="store_false", help="measure only the sets")
     add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    add("--prepare", type=at_least(0), default=0, help="first compile in so many processes")
-    add("--warmup", type=at_least(1), default=20, help="milliseconds before a measurement")
+    add("--prepare", type=at_least(0), default=0, help="processes that compile beforehand")
+    add("--warmup", type=at_least(1), default=20, help="milliseconds of warm-up")
     add("--rep", type=at_least(1), default=80, help="milliseconds of a measurement")
-    add("--host", action="store_true", help="also the host time of a tiny call")
-    add("--host-only", action="store_true", help="nothing but that")
-    add("--list", action="store_true", help="list the workloads and their peers, and stop")
-    add("--out", type=result_file, help="write the report as JSON, again after each workload")
-    add("--markdown", type=result_file, help="write the report as a table")
-    add("--plot", type=picture_file, help="write the report as a picture")
+    add("--host", action="store_true", help="also measure the host time of a tiny call")
+    add("--host-only", action="store_true", help="measure only the host time")
+    add("--list", action="store_true", help="list the workloads and their peers, and exit")
+    add("--out", type=result_file, help="JSON file, rewritten after each workload")
+    add("--markdown", type=result_file, help="Markdown file with a table of the results")
+    add("--plot", type=picture_file, help="picture file with a plot of the results")
     return parser
 
 
 def listing() -> str:
-    """The workloads, the shapes of each and its peers; ``*`` is part of a standard run."""
+    """Each workload with its shapes and its peers; ``*`` marks those of a standard run."""
     lines = []
     for it in WORKLOADS.values():
         shapes = ", ".join("x".join(map(str, shape)) for shape in it.shapes)
@@ -348,7 +350,7 @@ def listing() -> str:
 
 
 def question() -> tuple[argparse.Namespace, list[tuple[Workload, Shape]]]:
-    """The arguments, and what is to be measured; exits with an error if that is impossible."""
+    """The arguments and the calls to measure; exits with an error if an argument is invalid."""
     parser = arguments()
     args = parser.parse_args()
     if args.list:
@@ -364,7 +366,7 @@ def question() -> tuple[argparse.Namespace, list[tuple[Workload, Shape]]]:
     known = {it.impl.impl_id for entries in listed for it in entries}
     for name in args.impl:
         if name not in known:
-            said = f"there is no {name!r}; there are: {', '.join(sorted(known))}"
+            said = f"unknown implementation {name!r}; known: {', '.join(sorted(known))}"
             parser.error(f"--impl: {said}{suggestion(name, known)}")
     try:
         return args, [] if args.host_only else list(planned(args))
@@ -373,10 +375,10 @@ def question() -> tuple[argparse.Namespace, list[tuple[Workload, Shape]]]:
 
 
 def main() -> int:
-    """Measure, show and write; 1 if nothing could be measured."""
+    """Measure, print and write; returns 1 if nothing could be measured."""
     args, plan = question()
     if not torch.cuda.is_available():
-        raise SystemExit("this measures on a GPU, and torch sees none")
+        raise SystemExit("torch finds no GPU to measure on")
     if args.prepare:
         prepare(plan, args)
     report: Report = {"environment": environment(), "roofs": roofs(), "peers": {}}
@@ -397,7 +399,7 @@ def main() -> int:
             present = {name for name in row["results"] if name in DESCRIPTIONS}
             report["peers"] |= {name: DESCRIPTIONS[name] for name in present}
             rates = ", ".join(
-                f"{name} {it['rate']:.0f}{'' if is_right(it) else ' (values are off)'}"
+                f"{name} {it['rate']:.0f}{'' if is_right(it) else ' (outside the tolerance)'}"
                 for name, it in row["results"].items()
             )
             print(f"{row['workload']} {shape_text(row)}: {rates} {row['absent'] or ''}", flush=True)
@@ -417,7 +419,7 @@ def main() -> int:
 
 
 def write(report: Report, path: Path | None) -> None:
-    """Write the report, if it was asked for."""
+    """Write the report, if there is a path."""
     if path is not None:
         with replaced(path) as file:
             file.write_text(json.dumps(report, indent=1), encoding="utf-8")

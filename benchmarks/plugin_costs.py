@@ -1,16 +1,15 @@
-"""Measures the cost of installed plugins for programs that do not use them, in one run.
+"""Measures what installed plugins cost a program that does not use them, in one run.
 
     python benchmarks/plugin_costs.py                 two minutes; writes JSON
     python benchmarks/plugin_costs.py --processes 3   sooner; writes only with --out
 
-Twenty packages as written by ``te-fl new-plugin``, in its three styles in turn, are put on
-the path with their entry points. Processes with and without them take turns. Each imports torch,
-and then measures the time until the first call of an operator has returned (wall-clock time, and
-processor time, which other work on the machine does not lengthen). After that it measures the
-cost of a dispatch, for an operator that no plugin has, and for one that each plugin
-of the first style implements; the same function serves it with and without plugins. A figure is
-the median over the processes, together with the lowest and the highest; for dispatches each
-process keeps the fastest round.
+Twenty packages as written by ``te-fl new-plugin``, in its three styles in turn, are put on the
+path with their entry points. Processes with and without them alternate. Each imports torch, and
+then measures the time until the first call of an operator has returned, as wall-clock time and as
+CPU time, which other work on the machine does not lengthen. Then it measures a dispatch of an
+operator that no plugin implements, and of one that each plugin of the first style implements; the
+same function serves the call with and without plugins. A figure is the median over the processes,
+with the lowest and the highest; for a dispatch each process takes its fastest round.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ print(
 
 
 def make(folder: Path, count: int = PLUGINS) -> None:
-    """Write packages to ``folder``, which then only has to be on the path."""
+    """Write installed packages to ``folder``, which only needs to be added to the path."""
     styles = list(Style)
     with open(os.devnull, "w") as nowhere:
         kept, sys.stdout = sys.stdout, nowhere
@@ -107,7 +106,7 @@ def make(folder: Path, count: int = PLUGINS) -> None:
 
 
 def run(folder: Path | None) -> dict[str, Any]:
-    """The measurements of one process, with the packages of a folder or without."""
+    """The measurements of one process, with the packages in a folder or with none."""
     ours = ("TE_FL_", "TEFL_", "TRITON_INTERPRET")
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
     paths = [str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]
@@ -154,7 +153,7 @@ def measure(processes: int) -> dict[str, Any]:
 
 
 def _beside(rounds: list[tuple[Any, Any]], figure: Any) -> dict[str, Any]:
-    """A figure without plugins and with them, and the median of the differences."""
+    """A figure without plugins and with them, and the difference of the medians."""
     without, with_them = ([figure(pair[place]) for pair in rounds] for place in (0, 1))
     return {
         "without": _spread(without),
@@ -168,15 +167,15 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, show, and write the results."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--processes", type=at_least(1), default=11, help="of each kind")
-    parser.add_argument("--out", type=result_folder, help="where the results are written")
+    parser.add_argument("--processes", type=at_least(1), default=11, help="processes of each kind")
+    parser.add_argument("--out", type=result_folder, help="folder for the results")
     chosen = parser.parse_args()
     results = measure(chosen.processes)
     starts = {
         "start-up, ms": results["startup_ms"],
-        "start-up, ms of the processor": results["startup_cpu_ms"],
+        "start-up, ms of CPU time": results["startup_cpu_ms"],
     }
     for name, it in {**starts, **results["dispatch_us"]}.items():
         without, with_them = it["without"]["median"], it["with"]["median"]

@@ -1,6 +1,6 @@
-"""Turns a report of ops.py into a table and pictures; measures nothing.
+"""Turns a report of ops.py into a table and plots; measures nothing.
 
-A report is a dict: ``environment``; ``roofs`` by name (value, unit, what); ``copies``, bytes
+A report is a dict: ``environment``; ``roofs`` by name (value, unit, what); ``copies``, the bytes
 and times of smaller copies and of fills; ``peers``, a description of each; ``rows``; ``host_us``;
 ``failed``, the workloads that could not be built. A row is one workload on one shape, with the
 time, the rate and the error of each candidate.
@@ -31,7 +31,7 @@ __all__ = [
 Report = dict[str, Any]
 
 OURS = ("default.", "vendor.", "reference.")
-"""Prefixes of the impl ids of this repository's sets; every other name is a peer's."""
+"""Prefixes of the ids of this repository's sets; a name without one of them is a peer's."""
 
 
 def is_ours(name: str) -> bool:
@@ -40,7 +40,7 @@ def is_ours(name: str) -> bool:
 
 
 def is_right(result: Report) -> bool:
-    """Whether a candidate's values were within what the contracts allow."""
+    """Whether a candidate's values are within the contracts' tolerances."""
     error = result["error_over_allowed"]
     return error is not None and error <= 1
 
@@ -61,13 +61,13 @@ def by_workload(rows: Iterable[Report]) -> dict[str, list[Report]]:
 
 
 def share(row: Report, name: str, report: Report) -> float | None:
-    """A candidate's fraction of the roof; None where either is unknown."""
+    """A candidate's fraction of the roof; None if its rate or the roof is unknown."""
     roof, result = report["roofs"].get(row["roof"], {}).get("value"), row["results"].get(name)
     return result["rate"] / roof if roof and result else None
 
 
 def fastest(row: Report, names: Iterable[str] | None = None) -> str | None:
-    """The fastest candidate, of ``names`` or of all."""
+    """The fastest candidate among ``names``, by default among all."""
     present = [name for name in names or row["results"] if name in row["results"]]
     return min(present, key=lambda name: row["results"][name]["us"], default=None)
 
@@ -81,7 +81,7 @@ def main_versions(report: Report) -> str:
 
 
 def roof_text(report: Report, names: Iterable[str]) -> str:
-    """A description of the roofs."""
+    """The name and the value of each roof."""
     texts = []
     for name in names:
         roof = report["roofs"][name]
@@ -91,11 +91,11 @@ def roof_text(report: Report, names: Iterable[str]) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The report as a table, best first in each row."""
+    """The report as a table; the candidates of a workload and shape follow by time."""
     lines = [
         f"Device: {report['environment']['device']}; roofs: {roof_text(report, report['roofs'])}.",
         "",
-        "| workload | shape | dtype | who | us | rate | of the roof | error / allowed |",
+        "| workload | shape | dtype | candidate | us | rate | fraction of roof | error / allowed |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
@@ -137,20 +137,20 @@ def _save(plt: Any, figure: Any, path: Path, source: str) -> None:
 
 
 def overview(report: Report, path: Path, source: str = "") -> None:
-    """Plot the best of this repository and the best of the others, for each row of the report.
+    """Plot this repository's fastest set and the fastest peer, for each row of the report.
 
     Args:
         report: the results.
-        path: where the PNG goes.
-        source: the digest of the results, kept in the PNG.
+        path: the PNG to write.
+        source: the digest of the results, stored in the PNG.
     """
     plt = _pyplot()
     rows = report["rows"]
     height = 0.19 * len(rows) + 1.6
     figure, axes = plt.subplots(figsize=(11, height), layout="constrained")
     sides = (
-        ("the best of the sets here", "#1f5fa8", "o", [is_ours]),
-        ("the best of the others", "#e07b39", "D", [lambda name: not is_ours(name)]),
+        ("fastest set of this repository", "#1f5fa8", "o", [is_ours]),
+        ("fastest peer", "#e07b39", "D", [lambda name: not is_ours(name)]),
     )
     points: list[list[float | None]] = []
     for label, colour, marker, (belongs,) in sides:
@@ -189,13 +189,13 @@ def overview(report: Report, path: Path, source: str = "") -> None:
 
 
 def panels(report: Report, rows: Sequence[Report], path: Path, source: str = "") -> None:
-    """Plot a panel for each workload: shape by candidate, coloured by the fraction of the roof.
+    """Plot one panel for each workload: shapes by candidates, coloured by fraction of the roof.
 
     Args:
         report: the results.
         rows: the rows of one family.
-        path: where the PNG goes.
-        source: the digest of the results, kept in the PNG.
+        path: the PNG to write.
+        source: the digest of the results, stored in the PNG.
     """
     plt = _pyplot()
     groups = by_workload(rows)
@@ -220,7 +220,7 @@ def panels(report: Report, rows: Sequence[Report], path: Path, source: str = "")
     roofs = dict.fromkeys(row["roof"] for row in rows)
     figure.suptitle(
         f"{report['environment']['device']}, {main_versions(report)}: percent of the roof "
-        f"({roof_text(report, roofs)}); the fastest in a frame",
+        f"({roof_text(report, roofs)}); the fastest is framed",
         fontsize=12,
     )
     _save(plt, figure, path, source)
@@ -255,7 +255,7 @@ def _panel(axes: Any, workload: str, rows: Sequence[Report], report: Report) -> 
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     ours = sum(map(is_ours, names))
-    if 0 < ours < len(names):  # a line between the sets here and the peers
+    if 0 < ours < len(names):  # a line between this repository's sets and the peers
         axes.axvline(ours - 0.5, color="black", linewidth=1)
     return image
 

@@ -17,23 +17,23 @@ def at_least(least: int) -> Callable[[str], int]:
 
     def parsed(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
         return int(text)
 
     return parsed
 
 
 def result_file(text: str) -> Path:
-    """The type of an argument that names a file to write, perhaps hours later."""
+    """The type of an argument that names an output file, checked before the measurements."""
     path = Path(text)
     if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file")
     result_folder(str(path.parent))
     return path
 
 
 def result_folder(text: str) -> Path:
-    """The type of an argument that names a folder for results, which exists or can be created."""
+    """The type of an argument that names an output folder, which exists or can be created."""
     try:
         check_writable(Path(text))
     except OSError as error:
@@ -42,10 +42,10 @@ def result_folder(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """The type of an argument that names a picture file, which is drawn at the very end."""
+    """The type of an argument that names a plot's file, which is written after all measurements."""
     if not text.endswith((".png", ".svg", ".pdf")):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .svg or .pdf")
     if not installed("matplotlib"):
         install = "pip install 'transformer_engine_fl[plot]'"
-        raise argparse.ArgumentTypeError(f"matplotlib, which draws it, is not installed: {install}")
+        raise argparse.ArgumentTypeError(f"plots need matplotlib, not installed here: {install}")
     return result_file(text)

@@ -75,7 +75,7 @@ def test_no_rounds_and_no_processes_are_refused(arguments: tuple[str, ...]) -> N
     script, *rest = arguments
     done = run(str(BENCHMARKS / script), *rest)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "'0' is no whole number from 1 on" in done.stderr
+    assert "'0' is not an integer of at least 1" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["dispatch_overhead.py", "plugin_costs.py"])
@@ -287,7 +287,7 @@ def test_who_is_wrong_is_told_beside_the_rate(
     asked: Callable[..., int], capsys: pytest.CaptureFixture[str], error: float | None, off: bool
 ) -> None:
     asked({**ROW, "results": {"it": {**RESULT, "error_over_allowed": error}}})
-    assert ("it 1 (values are off)" in capsys.readouterr().out) is off
+    assert ("it 1 (outside the tolerance)" in capsys.readouterr().out) is off
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(
@@ -320,13 +320,13 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
     ("arguments", "said"),
     [
         (["--op", "swiglo"], "did you mean 'swiglu'?"),
-        (["--op", "swiglu", "--shape", "8by64"], "'8by64' is no shape; example: 8192x4096"),
-        (["--op", "swiglu", "--shape", "8"], "8 is no shape of swiglu: rows x "),
+        (["--op", "swiglu", "--shape", "8by64"], "'8by64' is not a shape; example: 8192x4096"),
+        (["--op", "swiglu", "--shape", "8"], "8 is not a shape of swiglu, which takes rows x "),
         (["--dtype", "bf16"], "invalid choice: 'bf16'"),
-        (["--prepare", "-2"], "'-2' is no whole number from 0 on"),
+        (["--prepare", "-2"], "'-2' is not an integer of at least 0"),
         (["--impl", "default.flago"], "did you mean 'default.flagos'?"),
         (["--out", f"{__file__}/a.json"], f"{__file__} is not a folder"),
-        (["--markdown", str(BENCHMARKS)], f"'{BENCHMARKS}' is no file"),
+        (["--markdown", str(BENCHMARKS)], f"'{BENCHMARKS}' is not a file"),
         (["--plot", f"{__file__}/a.png"], f"{__file__} is not a folder"),
         (["--plot", "a.xyz"], "'a.xyz' does not end in .png, .svg or .pdf"),
     ],
@@ -341,7 +341,7 @@ def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(
 
 def test_a_picture_is_refused_where_nothing_can_draw_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts, "installed", lambda module: module != "matplotlib")
-    with pytest.raises(argparse.ArgumentTypeError, match="matplotlib, which draws it, is not"):
+    with pytest.raises(argparse.ArgumentTypeError, match="plots need matplotlib, not installed"):
         scripts.picture_file("a.png")
 
 
@@ -471,7 +471,7 @@ def test_another_implementation_is_not_measured_under_the_name_of_one_that_decli
     row = measured(monkeypatch, "rmsnorm_fwd", *impls)
     assert row["results"] == {}
     assert set(row["absent"]) == set(impls)
-    assert row["absent"]["no.such"] == "does not implement it"
+    assert row["absent"]["no.such"] == "does not implement the operator"
 
 
 def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
@@ -652,8 +652,8 @@ def test_the_page_has_a_section_for_each_family(several_families: dict[str, Any]
     words = " ".join(page.split())
     assert "roof: matmul 1 TFLOP/s; cold L2" in words
     assert "Measured on 2026-01-02. Versions: torch 2.x, triton 3.x." in words
-    assert f"the candidates take turns in {suite.ROUNDS} rounds" in words
-    assert "torch.eager `swiglu` (not the bits that are asked for)" in words
+    assert f"are therefore timed in {suite.ROUNDS} rounds" in words
+    assert "torch.eager `swiglu` (not the required bits)" in words
     assert "- Counted in `generic_gemm`: 2 M N K" in words
     assert "- torch.eager in `cross_entropy fwd+bwd`: F.cross_entropy of float32 logits" in words
-    assert "- everybody, fused_attn_fwd causal 1x2x3x4: `OutOfMemoryError: no`" in words
+    assert "- all candidates, fused_attn_fwd causal 1x2x3x4: `OutOfMemoryError: no`" in words

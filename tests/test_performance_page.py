@@ -86,8 +86,8 @@ def test_each_table_states_device_versions_and_roof(place: int) -> None:
     ("text", "said"),
     [
         ('{"rows": [', "Expecting value"),
-        ("[]", "no report of ops.py: it lacks environment, roofs, peers, rows, host_us"),
-        ('{"environment": {}, "roofs": {}, "peers": {}, "rows": []}', ".*: it lacks host_us"),
+        ("[]", "not a report of ops.py; missing keys: environment, roofs, peers, rows, host_us"),
+        ('{"environment": {}, "roofs": {}, "peers": {}, "rows": []}', ".*; missing keys: host_us"),
     ],
 )
 def test_results_that_are_cut_off_or_are_others_are_named(

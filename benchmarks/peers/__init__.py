@@ -1,6 +1,6 @@
-"""What others offer for a workload, where it is installed.
+"""Peers: other libraries' functions that do the work of a workload.
 
-A package is imported when its peer is made ready for a call; what fails then is reported.
+A library is imported when the work of one of its peers is made; a failure is then reported.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ PEERS: dict[str, Table] = {
     **QUACK,
     **FLAG_GEMS,
 }
-"""By the peer's name, in the order of a report."""
+"""The tables by peer name, in the order of a report."""
 
 DESCRIPTIONS = {
     "torch.matmul": "cuBLAS, without an epilogue",
     "F.linear": "cuBLAS, the bias in its epilogue",
     "torch._scaled_mm": "cuBLAS, float8 with a scale for each tensor",
-    "torch._grouped_mm": "torch's grouped product",
+    "torch._grouped_mm": "torch's grouped matrix product",
     "torch._fused_adamw_": "the kernel of `torch.optim.AdamW(fused=True)`",
     "torch._fused_sgd_": "the kernel of `torch.optim.SGD(fused=True)`",
-    "torch._foreach_norm": "torch's norms over lists",
-    "torch._foreach_mul": "torch's product over lists",
-    "SDPA cuDNN": "`F.scaled_dot_product_attention`, of cuDNN; backward by `torch.autograd.grad`",
-    "SDPA flash": "`F.scaled_dot_product_attention`, of the flash attention in torch",
+    "torch._foreach_norm": "torch's norms of a list of tensors",
+    "torch._foreach_mul": "torch's scaling of a list of tensors",
+    "SDPA cuDNN": "`F.scaled_dot_product_attention` with the cuDNN backend; backward by "
+    "`torch.autograd.grad`",
+    "SDPA flash": "`F.scaled_dot_product_attention` with torch's flash attention backend; "
+    "backward by `torch.autograd.grad`",
     "torch.eager": "torch's own functions, as a user writes them; backward by "
-    "`torch.autograd.grad` of a forward that has run",
-    COMPILER: "formulas of the same, compiled for each shape",
+    "`torch.autograd.grad` after the forward, which is not timed",
+    COMPILER: "the formulas of `torch.eager`, or equivalent ones, compiled for each shape",
     "liger-kernel": "its Triton kernels, called without autograd",
     "quack": "its CuTe kernels, called without autograd",
-    "quack, one kernel": "its cross entropy that writes the gradient in the forward",
-    "flag_gems": "its Triton kernels, called without autograd where they can be",
-    "flag_gems silu_and_mul": "its product of two tensors, one of them activated",
+    "quack, one kernel": "its cross entropy that computes the gradient in the forward",
+    "flag_gems": "its Triton kernels, called without autograd where possible",
+    "flag_gems silu_and_mul": "its product of two tensors, the first through SiLU",
 }
 
 

@@ -1,7 +1,7 @@
-"""Operators in torch's own words: what a user writes without this project.
+"""The operators as formulas in torch, as a user would write them without this project.
 
-The same formulas are the peers torch.eager and torch.compile. Formulas are of tensors that
-a user has at hand: cosines of the angles, a mask of the future.
+The formulas are the peers torch.eager and torch.compile. They take tensors that a user has at
+hand, such as the cosines of the angles or a causal mask.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A forward, or the forward whose backward is measured.
+    """A forward that is timed, or the forward whose backward is timed.
 
     Attributes:
         function: the formula.
-        inputs: what it takes, made of the operator's arguments beforehand; these unless given.
-        leaves: of a backward, how many of the inputs it differentiates; 0 for a forward.
-        grads: of a backward, the gradients of the outputs; the first argument unless given.
+        inputs: makes the formula's inputs from the operator's arguments, before the timing; by
+            default they are the operator's arguments.
+        leaves: for a backward, the number of leading inputs to differentiate; 0 for a forward.
+        grads: for a backward, makes the gradients of the outputs from the operator's arguments;
+            by default the first argument.
         values: as in Work.
         note: as in Peer.
-        fused: a formula for torch.compile, where another suits it better.
-        compile: whether it is given to torch.compile.
+        fused: the formula for torch.compile, where another one suits it better.
+        compile: whether torch.compile is measured with the formula.
     """
 
     function: Callable[..., Any]
@@ -88,7 +90,7 @@ def _layernorm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _with_itself(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """The sum of a residual stream has two uses: the norm, and what comes after the block."""
+    """A norm and a copy of its input: the residual sum also goes on past the block."""
     return lambda x, weight: (norm(x, weight), x.clone())
 
 
@@ -260,7 +262,7 @@ def _packed_backward_inputs(
     return *_with_cosines(packed, freqs), qkv_split
 
 
-_COSINES = "cosines and sines of the angles are given, in the dtype of the tokens"
+_COSINES = "takes cosines and sines of the angles, in the dtype of the tokens"
 
 ROPE = {
     "fused_rope_forward": Formula(_rotated, _with_cosines, note=_COSINES),
@@ -280,7 +282,7 @@ ROPE = {
 
 
 def unpacked(mask: Tensor, like: Tensor) -> Tensor:
-    """A bool for each element."""
+    """A mask of bits as one bool for each element."""
     places = torch.arange(8, device=mask.device)
     return (mask[:, None] >> places & 1).flatten()[: like.numel()].view(like.shape).bool()
 
@@ -292,7 +294,7 @@ DROPOUT = {
         lambda x, p: torch.native_dropout(x, p, True),
         lambda x, p, *, seed: (x, p),
         values=lambda _: (),
-        note=f"{_BYTES}; it draws other numbers, so that values are not compared",
+        note=f"{_BYTES}; it draws other random numbers, so values are not compared",
     ),
     "dropout_bwd": Formula(
         lambda grad, mask, factor: grad * mask * factor,
@@ -315,7 +317,7 @@ def _linear_mean_loss(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _with_gradients(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Forward and backward of a loss whose last argument is the targets."""
+    """Forward and backward of a loss whose last argument has the targets."""
 
     def both(*args: Tensor) -> tuple[Tensor, ...]:
         leaves = tuple(it.detach().requires_grad_() for it in args[:-1])
@@ -344,13 +346,15 @@ LOSS = {
         _cross_entropy,
         lambda grad_loss, logits, target, lse: (logits, target),
         1,
-        note="keeps the logarithms of the probabilities in float32, not lse",
+        note="saves the log-probabilities in float32 instead of lse",
     ),
     "cross_entropy fwd+bwd": Formula(_with_gradients(_mean_loss), note=_MEAN, compile=False),
     **dict.fromkeys(
         LINEAR_CROSS_ENTROPY,
         Formula(
-            _with_gradients(_linear_mean_loss), note=f"{_MEAN}, which are held whole", compile=False
+            _with_gradients(_linear_mean_loss),
+            note=f"{_MEAN}; all logits are in memory at once",
+            compile=False,
         ),
     ),
 }
@@ -367,7 +371,7 @@ def _cast(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(amax: Tensor) -> Tensor:
-    return torch.full_like(amax, LARGEST) / amax  # number / tensor would round twice
+    return torch.full_like(amax, LARGEST) / amax  # LARGEST / amax would round twice
 
 
 def _delayed(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -443,7 +447,7 @@ def _microscaled_after(function: Callable[..., Tensor]) -> Formula:
     )
 
 
-_IN_FLOAT32 = "calculated in float32 and cast from that"
+_IN_FLOAT32 = "computed in float32, then quantised"
 
 
 def _wide(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -491,7 +495,7 @@ PRODUCTS = {
         Formula(
             _each,
             lambda weights, inputs, splits: (weights, inputs[0].split(splits)),
-            note="a product for each group",
+            note="one product for each group",
             compile=False,
         ),
     ),
@@ -518,7 +522,7 @@ def _weighted(rows: Tensor, probs: Tensor, places: Tensor) -> Tensor:
 
 def _permute_mask(input: Tensor, routing_map: Tensor, probs: Tensor, pairs: int) -> Any:
     by_expert = routing_map.t().flatten()
-    # As many as there are places, known beforehand: no wait for the device.
+    # The number of pairs is known beforehand, so the host does not wait for the device.
     order = torch.argsort(by_expert.to(torch.uint8), descending=True, stable=True)[:pairs]
     return input[order % len(input)], probs.t().flatten()[order]
 
@@ -539,7 +543,7 @@ def _weighted_by_mask(rows: Tensor, probs: Tensor, places: Tensor, experts: Tens
 
 
 def _unpermute_mask_inputs(rows: Tensor, row_id_map: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-    """Of a map in which every token has as many rows."""
+    """The inputs from a row map in which every token has the same number of rows."""
     experts, topk = row_id_map.shape[1] // 2, rows.shape[0] // row_id_map.shape[0]
     map = row_id_map.long()
     return rows, probs, map[:, :topk], map[:, experts : experts + topk]
@@ -551,7 +555,7 @@ def _route_backward(grad: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
 
 
 def _rows_of_sequences(offsets: Tensor, length: int) -> Tensor:
-    """Where each token stands, if each sequence has ``length`` places."""
+    """The row of each token, if every sequence is padded to ``length`` rows."""
     counts = offsets.diff()
     tokens = torch.arange(int(offsets[-1]), device=offsets.device)
     sequence = torch.repeat_interleave(counts)
@@ -598,7 +602,7 @@ def _corrected(out: Tensor, step: Tensor, lse: Tensor, lse_per_step: Tensor) -> 
     return out
 
 
-_PLACES = "the places of the rows are given"
+_PLACES = "takes the indices of the rows, computed beforehand"
 
 MOVES = {
     "fa_prepare_fwd": Formula(_prepare),
@@ -623,7 +627,7 @@ MOVES = {
             probs,
             num_out_tokens,
         ),
-        note="no map for the way back",
+        note="returns no map for the unpermutation",
     ),
     "moe_unpermute_mask_fwd": Formula(_weighted_by_mask, _unpermute_mask_inputs, note=_PLACES),
     "convert_thd_to_bshd": Formula(
@@ -643,7 +647,7 @@ MOVES = {
         _route_backward, lambda grad, chosen, intermediate, topk: (grad, chosen, intermediate)
     ),
     "fused_topk_with_score_function_fwd": Formula(
-        _route, note="where scores are equal it may choose another expert"
+        _route, note="may choose another expert where scores are equal"
     ),
     "fused_moe_aux_loss_fwd": Formula(_aux_loss),
 }

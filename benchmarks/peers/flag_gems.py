@@ -1,4 +1,4 @@
-"""flag_gems' Triton kernels, called without autograd where they can be."""
+"""flag_gems' Triton kernels, called without autograd where possible."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _dsilu(grad: Tensor, x: Tensor) -> Work:
 
 
 def _gated(module: str, function: str) -> Callable[..., Work]:
-    """Of the fused module, a function with the operator's own arguments."""
+    """A function of a module of ``flag_gems.fused`` that takes the operator's own arguments."""
 
     def make(*args: Tensor) -> Work:
         run = getattr(_fused(module), function)
@@ -192,7 +192,10 @@ def _topk_softmax(logits: Tensor, topk: int) -> Work:
 
 
 _BYTES = "a mask of one byte for each element"
-_ROPE = "cosines and sines given, on [batch, tokens, heads, features] with one key head more"
+_ROPE = (
+    "takes cosines and sines, on [batch, tokens, heads, features], and a key tensor of one head "
+    "as well"
+)
 
 FLAG_GEMS: dict[str, Table] = {
     "flag_gems": {
@@ -218,7 +221,7 @@ FLAG_GEMS: dict[str, Table] = {
             _dropout, f"{_BYTES}; it draws other numbers, so that values are not compared"
         ),
         "dropout_bwd": Peer(_dropout_backward, _BYTES),
-        "cross_entropy fwd+bwd": Peer(_cross_entropy, "with autograd; the mean of the losses"),
+        "cross_entropy fwd+bwd": Peer(_cross_entropy, "gradient of the mean loss, by autograd"),
         "quantize 1x128": Peer(_block_quantize),
         "generic_gemm": Peer(_mm),
         "te_general_grouped_gemm": Peer(_group_mm, "the weights are one tensor, K x N"),

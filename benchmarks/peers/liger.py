@@ -1,4 +1,4 @@
-"""liger-kernel's functions, called without autograd."""
+"""liger-kernel's Triton kernels, called without autograd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _ops(module: str) -> Any:
     return importlib.import_module(f"liger_kernel.ops.{module}")
 
 
-# Arguments of its rms norm: no offset, sums in float32 and the output rounded before gamma.
+# Arguments of its RMS norm: no offset, sums in float32, rounding before the product with gamma.
 _RMS = (0.0, "llama")
 
 
@@ -107,7 +107,7 @@ def _dsrelu(grad: Tensor, x: Tensor) -> Work:
 def _rope(function: str) -> Any:
     def make(tokens: Tensor, freqs: Tensor) -> Work:
         rotate = getattr(_ops("rope"), function)
-        # As it lies in memory: [batch, tokens, heads, features]; passed with the heads first.
+        # Stored as [batch, tokens, heads, features], passed as a view with the heads first.
         held = tokens.transpose(0, 1).contiguous()
         key = torch.zeros_like(held[:, :, :1])
         angles = freqs[:, 0, 0]
@@ -122,7 +122,7 @@ def _rope(function: str) -> Any:
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Work:
     cross_entropy = _ops("cross_entropy")
-    held = logits.clone().requires_grad_()  # whether there is a gradient, it asks the logits
+    held = logits.clone().requires_grad_()  # liger computes a gradient only if logits require one
     one = torch.ones((), device=logits.device)
 
     @torch.no_grad()
@@ -148,9 +148,10 @@ def _linear_cross_entropy(input: Tensor, weight: Tensor, target: Tensor) -> Work
 
 
 _ROPE = (
-    "in place, cosines and sines given, on [batch, tokens, heads, features] with one key head more"
+    "in place on [batch, tokens, heads, features], with cosines and sines given and a key tensor "
+    "of one head as well"
 )
-_MEAN = "of the mean of the losses"
+_MEAN = "gradient of the mean loss"
 
 LIGER: Table = {
     "rmsnorm_fwd": Peer(_rmsnorm_fwd),
@@ -163,7 +164,9 @@ LIGER: Table = {
     "swiglu": Peer(_swiglu),
     "dswiglu": Peer(_dswiglu),
     "geglu": Peer(_geglu, "the halves are two tensors"),
-    "dgeglu": Peer(_dgeglu, "the halves are two tensors; with the copy its in-place form needs"),
+    "dgeglu": Peer(
+        _dgeglu, "the halves are two tensors; includes copying them, as it works in place"
+    ),
     "srelu": Peer(_srelu),
     "dsrelu": Peer(_dsrelu),
     "fused_rope_forward": Peer(_rope("rope_forward"), _ROPE),

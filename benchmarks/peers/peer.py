@@ -1,4 +1,4 @@
-"""Peer: what somebody else offers for a workload, made ready for one call's arguments."""
+"""Peer: another library's function for a workload, prepared for the arguments of one call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["Peer", "Table", "Work", "autograd", "compiled"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something to be timed.
+    """A call to time.
 
     Attributes:
-        run: does it.
-        values: makes of what it returned the operator's outputs, and then the arguments that
-            the operator writes; the first few will do, and None for what cannot be compared.
+        run: does the work.
+        values: takes the result of ``run`` and returns the operator's outputs, followed by the
+            arguments that the operator writes. A peer may return only the first few of them, and
+            None for a value that cannot be compared.
     """
 
     run: Callable[[], Any]
@@ -33,10 +34,10 @@ class Peer:
     """How a peer does the work of a workload.
 
     Attributes:
-        make: takes the arguments of the workload's call and returns the work on them, or
-            what does it. It may prepare what a user would have at hand. What the work writes
-            besides what the operator does, it has a copy of.
-        note: in what its work differs from the operator's.
+        make: takes the arguments of the workload's call, and returns the work on them or a
+            function that does it. It may prepare tensors that a user would have at hand. It copies
+            arguments that the peer's function writes and the operator does not.
+        note: how the work differs from the operator's.
     """
 
     make: Callable[..., Work | Callable[[], Any]]
@@ -49,12 +50,12 @@ class Peer:
 
 
 Table = dict[str, Peer]
-"""By the name of a workload."""
+"""Peers by the name of their workload."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same by torch.compile, for the shapes of its first call."""
-    torch._dynamo.reset()  # else it stops compiling after a few shapes
+    """The function through torch.compile, for the shapes of its first call."""
+    torch._dynamo.reset()  # otherwise torch stops compiling after a few shapes
     result: Callable[..., Any] = torch.compile(function, dynamic=False)
     return result
 
@@ -62,7 +63,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def autograd(
     function: Callable[..., Any], leaves: tuple[Tensor, ...], grads: Any, *others: Any
 ) -> Callable[[], Any]:
-    """The backward alone of ``function(*leaves, *others)``, which runs here, once."""
+    """The backward of ``function(*leaves, *others)``; the forward runs once, here."""
     leaves = tuple(it.detach().clone().requires_grad_() for it in leaves)
     output = function(*leaves, *others)
     return lambda: torch.autograd.grad(output, leaves, grads, retain_graph=True)

@@ -16,7 +16,8 @@ EPS = 1e-5
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"quack.{name}")  # a function of the same name hides some
+    # Some modules are hidden by a function of the same name in the package.
+    return importlib.import_module(f"quack.{name}")
 
 
 def _rmsnorm_fwd(x: Tensor, weight: Tensor) -> Work:
@@ -107,7 +108,8 @@ QUACK: dict[str, Table] = {
     "quack, one kernel": {
         "cross_entropy fwd+bwd": Peer(
             _cross_entropy_at_once,
-            "the gradient of the sum of the losses, in the forward; divided for the comparison",
+            "its forward computes the gradient of the sum of the losses, which is divided by the "
+            "number of rows for the comparison only",
         )
     },
 }

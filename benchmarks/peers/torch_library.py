@@ -1,4 +1,4 @@
-"""Torch's own fused functions, and the libraries behind its products and its attention."""
+"""Torch's fused functions, and its matrix products and attention by cuBLAS and cuDNN."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _scaled_mm(
 
 
 def grouped(weights: list[Tensor], inputs: list[Tensor], splits: list[int]) -> tuple[Tensor, ...]:
-    """The rows, ``[groups, K, N]`` and where each group ends, as grouped products want them."""
+    """The rows, the weights as ``[groups, K, N]``, and the end of each group's rows in int32."""
     ends = torch.tensor(splits).cumsum(0).to(inputs[0].device, torch.int32)
     return inputs[0], torch.stack(weights).transpose(1, 2), ends
 
@@ -119,7 +119,7 @@ def _foreach_mul(inputs: list[Tensor], outputs: list[Tensor], scale: float) -> W
 
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``[batch, heads, tokens, features]``, as views."""
+    """Views as ``[batch, heads, tokens, features]``."""
     return tuple(it.transpose(1, 2) for it in tensors)
 
 
@@ -134,7 +134,7 @@ def _sdpa(backend: SDPBackend, mask: str) -> Callable[..., Tensor]:
 
 
 def attention_work(attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Of a function of tensors with the heads first."""
+    """The forward of an attention function that takes tensors with the heads first."""
     views = heads_first(q, k, v)
     return Work(lambda: attention(*views), lambda out: heads_first(out))
 
@@ -142,7 +142,7 @@ def attention_work(attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tenso
 def attention_backward_work(
     attention: Callable[..., Any], dout: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Work:
-    """Its backward alone."""
+    """The backward of such a function; its forward is not timed."""
     (grad,) = heads_first(dout)
     return Work(autograd(attention, heads_first(q, k, v), grad), lambda grads: heads_first(*grads))
 
@@ -183,10 +183,12 @@ TORCH: dict[str, Table] = {
     "torch._fused_adamw_": {"multi_tensor_adam": Peer(_fused_adamw)},
     "torch._fused_sgd_": {"multi_tensor_sgd": Peer(_fused_sgd)},
     "torch._foreach_norm": {
-        "multi_tensor_l2norm": Peer(_foreach_norm, "the norm of each, then the norm of those")
+        "multi_tensor_l2norm": Peer(_foreach_norm, "a norm of each tensor, then the norm of these")
     },
     "torch._foreach_mul": {
-        "multi_tensor_scale": Peer(_foreach_mul, "returns new tensors; sets no flag")
+        "multi_tensor_scale": Peer(
+            _foreach_mul, "returns new tensors; reports no infinities or NaNs"
+        )
     },
     "SDPA cuDNN": _attention_table(SDPBackend.CUDNN_ATTENTION),
     "SDPA flash": _attention_table(SDPBackend.FLASH_ATTENTION),

@@ -1,4 +1,4 @@
-"""What is measured: a module for each family, whose WORKLOADS are gathered here."""
+"""The workloads: a module for each family, whose WORKLOADS are collected here."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ WORKLOADS: dict[str, Workload] = {
     )
     for workload in family.WORKLOADS
 }
-"""By name, in the order of a report."""
+"""The workloads by name, in the order of a report."""
 
 
 def chosen(operators: list[str], families: list[str]) -> list[Workload]:
-    """The workloads of operators (or of a workload's own name) and of families.
+    """The workloads of operators, or with a workload's own name, and the standard ones of families.
 
-    Without either, those of a standard run; of a family alone, its standard ones.
+    Without operators and families, the workloads of a standard run.
 
     Raises:
-        LookupError: there is none of that operator or family.
+        LookupError: an operator or a family has no workload.
     """
     found: list[Workload] = []
     for name in operators:
@@ -64,8 +64,8 @@ def chosen(operators: list[str], families: list[str]) -> list[Workload]:
         if not own:
             known = sorted({op for it in WORKLOADS.values() for op in it.operators})
             raise LookupError(
-                f"no workload measures {name!r}; one is added in benchmarks/workloads/. "
-                f"There are workloads of: {', '.join(known)}{suggestion(name, known)}"
+                f"no workload measures {name!r}; add one in benchmarks/workloads/. "
+                f"Measured operators: {', '.join(known)}{suggestion(name, known)}"
             )
         found += own
     for name in families:
@@ -73,7 +73,7 @@ def chosen(operators: list[str], families: list[str]) -> list[Workload]:
         if not own:
             known = sorted({it.family for it in WORKLOADS.values()})
             raise LookupError(
-                f"no workload is of the family {name!r}; there are {known}{suggestion(name, known)}"
+                f"no standard workload of family {name!r}; known: {known}{suggestion(name, known)}"
             )
         found += own
     if not operators and not families:

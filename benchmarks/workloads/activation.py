@@ -1,6 +1,6 @@
 """Activations between the two products of a feed-forward block, plain and gated.
 
-A shape is rows x the width of what the second product takes; a gated input is twice as wide.
+A shape is rows x columns of the second product's input; a gated input is twice as wide.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WORKLOADS = tuple(
         make=make,
         shapes=_STANDARD.get(name, _WIDTHS[:1]),
         tiny=(6, 40),
-        axes="rows x width of the product",
+        axes="rows x columns of the forward's output",
         standard=name in _STANDARD,
     )
     for name, make in MAKERS.items()

@@ -1,6 +1,6 @@
 """Fused attention, in the layout batch x tokens x heads x features.
 
-A shape is batch x heads x tokens x features, as attention is usually told.
+A shape is batch x heads x tokens x features, as is usual for attention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _backward(mask: str, queries_per_key: int = 1) -> Callable[..., Sample]:
 
 
 def _saved(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and lse, one head at a time: the scores of all heads may not fit."""
+    """Output and lse, one head at a time because the scores of all heads may not fit."""
     batch, tokens, heads, width = q.shape
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, tokens, dtype=torch.float32)
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
@@ -72,8 +72,8 @@ def _smaller(shape: Shape) -> Shape:
 
 _COUNTED = {
     2: "the 2 products of the forward, 2 operations for each multiplication",
-    5: "5 products, 2 operations for each multiplication: the scores calculated again and the "
-    "four of the gradients",
+    5: "5 products, 2 operations for each multiplication: the recomputed scores and the four "
+    "products of the gradients",
 }
 
 WORKLOADS = tuple(
@@ -87,7 +87,7 @@ WORKLOADS = tuple(
         flops=_flops(products, mask),
         roof="matmul",
         counted=_COUNTED[products]
-        + ("; half of it, the scores below the diagonal" if half else ""),
+        + ("; half of these operations, for the scores below the diagonal" if half else ""),
         check_shape=_smaller,
         standard=standard,
     )

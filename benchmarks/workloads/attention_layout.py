@@ -1,4 +1,4 @@
-"""Moves between the layouts of attention, and into a cache."""
+"""Conversions between the layouts of attention, and copies into a key-value cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workloads.workload import Random, Sample, Shape, Workload, call, size
 
 
 def uneven(count: int, total: int, device: str, multiple: int = 1) -> Tensor:
-    """Offsets of ``count`` sequences of two lengths, which add up to ``total``; int32."""
+    """int32 offsets of ``count`` sequences of two lengths, with ``total`` tokens together."""
     mean = total // count
     longer = (mean // 2) // multiple * multiple
     lengths = [mean + (longer if place % 2 else -longer) for place in range(count)]
@@ -56,7 +56,7 @@ def _cache(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 
 
 def _moved(sample: Sample) -> int:
-    """To and from the tokens that exist."""
+    """The bytes of the tokens without padding, read and written."""
     tokens = next(it for it in sample.args if isinstance(it, Tensor) and it.dtype != torch.int32)
     offsets = next(it for it in sample.args if isinstance(it, Tensor) and it.dtype == torch.int32)
     existing = int(offsets[-1]) * tokens.shape[-2:].numel() * tokens.element_size()
@@ -101,10 +101,10 @@ WORKLOADS = (
                 "convert_thd_to_bshd",
                 _to_bshd,
                 None,
-                "the padding that is written as well",
+                "the output with its padding, which is written too",
                 True,
             ),
-            ("convert_bshd_to_thd", _to_thd, _moved, "tokens, without the padding", False),
+            ("convert_bshd_to_thd", _to_thd, _moved, "the tokens without the padding", False),
             ("copy_to_kv_cache", _cache, _cached, "the new tokens, read and written", True),
         )
     ),

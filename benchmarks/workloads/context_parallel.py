@@ -1,4 +1,4 @@
-"""What context parallelism does between the steps of attention, on packed sequences."""
+"""The corrections between the steps of context-parallel attention, on packed sequences."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ WORKLOADS = tuple(
             "thd_second_half_lse_correction",
             _lse_correction,
             _half_of_lse,
-            "the second halves, read and written, and what is added",
+            "the second halves, read and written, and the lse of the step, read",
         ),
     )
 )

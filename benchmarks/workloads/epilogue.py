@@ -1,4 +1,4 @@
-"""Norms and activations with a quantised output: the inputs of the one, formats of the other."""
+"""Norms and activations with a quantised output, on the inputs of the plain operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STANDARD = {
     ("swiglu_quantize", "mxfp8"),
     ("dbias_dgelu_quantize", "delayed scaling"),
 }
-# The other one is the hidden size of a model that is trained in float8 (DeepSeek-V3).
+# 7168 is the hidden size of DeepSeek-V3, a model that was trained in float8.
 _NORM_SHAPES: tuple[Shape, ...] = ((16384, 8192), (16384, 7168))
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with what is fused to them, one and by groups. A shape is M x N x K."""
+"""Matrix products and grouped products with their epilogues. A shape is M x N x K."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _wgrad(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 
 
 def splits(groups: int, rows: int) -> list[int]:
-    """Rows of each group, some with more than others."""
+    """The rows of each group, uneven where there are several."""
     if groups == 1:
         return [rows]
     even = rows // groups
@@ -87,7 +87,7 @@ def _workload(
 
 
 def _grouped(*, stacked: bool) -> Callable[[Shape, torch.dtype, str], Sample]:
-    """Products of groups, whose weights are parts of one tensor or a tensor each."""
+    """Grouped products; the weights are views of one tensor if stacked, else separate tensors."""
 
     def make(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
         groups, m, n, k = shape

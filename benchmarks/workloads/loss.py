@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary: forward, backward, both at once, and with its product."""
+"""Cross entropy: forward, backward, both in one operator, and fused with the linear layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _forward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 
 
 def mean_grad(target: Tensor) -> Tensor:
-    """The gradient of the mean loss with respect to each row's."""
+    """The gradient of the mean loss with respect to the loss of each row."""
     return torch.full(target.shape, 1 / target.numel(), device=target.device)
 
 
@@ -88,11 +88,11 @@ def _product(times: int) -> Any:
 _ROWS = "rows x vocabulary"
 _LINEAR = "rows x hidden size x vocabulary"
 LINEAR_CROSS_ENTROPY = ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once")
-"""What two operators do, and one: of either, peers do the same."""
+"""Forward and backward by two operators, and by one; the peers are the same for both."""
 _LINEAR_BOTH, _LINEAR_AT_ONCE = LINEAR_CROSS_ENTROPY
 _THREE = (
     "the three products (logits and two gradients), 2 operations for each multiplication; "
-    "logits calculated a second time are not counted"
+    "recomputing the logits is not counted"
 )
 
 WORKLOADS = (
@@ -127,7 +127,7 @@ WORKLOADS = (
         make=_partial,
         shapes=((8192, 16032),),
         tiny=(6, 40),
-        axes="rows x words of the shard",
+        axes="rows x vocabulary of the shard",
         standard=False,
         check_shape=fewer_rows(512),
     ),
@@ -177,7 +177,7 @@ WORKLOADS = (
                 _linear_backward,
                 None,
                 2,
-                "the products of the two gradients; logits calculated again are not counted",
+                "the products of the two gradients; recomputing the logits is not counted",
             ),
         )
     ),

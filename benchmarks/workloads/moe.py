@@ -1,4 +1,4 @@
-"""Tokens to their experts and back. A shape is tokens x hidden size x experts x topk."""
+"""Permutation of tokens to experts and back. A shape is tokens x hidden size x experts x topk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms over rows, as far as the forward's saved statistics go with their backward."""
+"""Norms over rows; a backward takes the statistics that the reference forward saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps over the parameters of a model: matrices, and as many small vectors.
+"""Optimizer steps over the parameters of a model: large matrices and small vectors.
 
 A shape is layers x width; a layer has four matrices of width x width and twelve vectors. 10 x
 4096 is 671,580,160 elements in 160 tensors.

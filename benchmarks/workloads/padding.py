@@ -1,4 +1,4 @@
-"""Rows of zeros after each expert's. A shape is rows x columns x experts."""
+"""Padding of each expert's rows with zeros. A shape is rows x columns x experts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORKLOADS = (
         shapes=((32768, 4096, 64),),
         tiny=(50, 8, 4),
         axes="rows (about) x columns x experts",
-        counted="the padding that is read as well",
+        counted="the input with its padding, which is read too",
         standard=False,
     ),
 )

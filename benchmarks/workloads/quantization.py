@@ -1,4 +1,4 @@
-"""Casts to the scaling formats and back, and the moves of bytes around them."""
+"""Casts to the scaling formats and back, and the copies and transpositions around them."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _shard_cast(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(part, torch.full(blocks, 64.0, device=device), *where)
 
 
-# Their scales follow from the largest of all values, so nothing is cast before all is read.
+# The scale follows from the amax of the tensor, so all values are read before the first is cast.
 _OWN_AMAX: dict[str, Any] = {
     "twice": ("input",),
-    "counted": "the input read twice: for its largest value, and to be cast; the result once",
+    "counted": "the input, read twice (for its amax and for the cast), and the result",
 }
 
 

@@ -11,7 +11,7 @@ _QUERIES_PER_KEY = 4
 
 
 def _freqs(length: int, width: int, device: str) -> Tensor:
-    """Angles ``[length, 1, 1, width]``, the two features of a pair having the same."""
+    """Angles as ``[length, 1, 1, width]``; the two features of a pair have the same angle."""
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), 10000.0**-steps)
     return torch.cat([angles, angles], -1)[:, None, None]

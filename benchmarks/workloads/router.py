@@ -1,4 +1,4 @@
-"""The choice of experts and its loss. A shape is tokens x experts x topk."""
+"""The router's choice of experts and its auxiliary loss. A shape is tokens x experts x topk."""
 
 from __future__ import annotations
 

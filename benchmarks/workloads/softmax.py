@@ -8,9 +8,7 @@ from torch import Tensor
 from workloads.workload import COLUMNS, ROWS, Random, Sample, Shape, Workload, call
 
 _SCALE = 0.125
-_CAUSAL_COUNTED = (
-    "of what is read, the places at and below the diagonal; of what is written, all of it"
-)
+_CAUSAL_COUNTED = "reads of the scores on and below the diagonal, writes of the whole output"
 
 
 def _forward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
@@ -34,7 +32,7 @@ def _scaled(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 
 
 def future(scores: Tensor) -> Tensor:
-    """Where the key lies after the query, the last of both being aligned."""
+    """A mask of the keys after each query; the last query is aligned with the last key."""
     queries, keys = scores.shape[-2:]
     everywhere = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
     return everywhere.triu(1 + keys - queries)

@@ -1,7 +1,7 @@
-"""Workload: an operator, or several in a row, on given shapes: its call, and what is counted.
+"""Workload: calls of an operator, or of several in sequence, on given shapes, and their cost.
 
-The inputs of a call are random and the same on every run. What an implementation must
-give is what the contracts' oracles give, run in the same way.
+The inputs of a call are random, and the same in every run. The expected values are those of the
+contracts' oracles, run in the same sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 Shape = tuple[int, ...]
 Functions = Mapping[str, Callable[..., Any]]
-"""By operator: an implementation, the oracle, the shape rule."""
+"""A function for each operator: an implementation, the oracle, or the shape rule."""
 
 ROWS: tuple[Shape, ...] = (
     (8192, 4096),
@@ -44,10 +44,10 @@ ROWS: tuple[Shape, ...] = (
     (32768, 4096),
     (16384, 8192),
 )
-"""Rows and columns for what works on rows: hidden sizes of models, and a decoding step."""
+"""Rows and columns for operators on rows: hidden sizes of models, and a decoding step."""
 
 COLUMNS: tuple[Shape, ...] = ((1024, 65536), (512, 131072), (256, 262144))
-"""Rows that no block of threads can hold."""
+"""Rows that are too wide for one block of threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +55,26 @@ class Workload:
     """What is measured under one name.
 
     Attributes:
-        name: the operator, and what is special about the call if anything is.
-        make: ``make(shape, dtype, device)``, the call.
-        shapes: the shapes of a standard run; the first one is that of a quick run.
-        tiny: a shape for which the call is small enough for any machine.
-        axes: what the numbers of a shape are.
-        ops: the operators; ``name`` alone unless given.
-        run: ``run(functions, sample)`` does the work with a function for each operator, and
-            returns the outputs; a call of the one operator unless given.
-        dtype: the dtype of the call, where it is not the run's to choose.
-        standard: whether a run without ``--op`` has it.
+        name: the operator, followed by what distinguishes this call of it, if anything.
+        make: ``make(shape, dtype, device)`` returns the call.
+        shapes: the shapes of a standard run; a quick run takes the first.
+        tiny: a shape that is small enough for any machine.
+        axes: the meaning of the numbers of a shape.
+        ops: the operators; by default ``name`` alone.
+        run: ``run(functions, sample)`` does the work with a function for each operator and
+            returns the outputs; by default it calls the one operator.
+        dtype: the dtype of the call, if ``--dtype`` does not choose it.
+        standard: whether a run without ``--op`` includes the workload.
         wide: shapes that only ``--wide`` adds.
-        flops: operations by shape, where these and not the bytes are counted.
-        roof: what the rate stands beside: ``copy``, ``matmul`` or ``scaled_mm``.
-        bytes: the fewest bytes by call, where they are not those of every tensor: each input
-            read once, each output written once, and each argument that is written both.
+        flops: the operations by shape, if operations are counted and not bytes.
+        roof: the roof of the rate: ``copy``, ``matmul`` or ``scaled_mm``.
+        bytes: the fewest bytes of a call. By default each input is read once, each output is
+            written once, and each argument that is written in place is read and written.
         unread: arguments that are written without being read.
-        twice: arguments that are read twice whoever does the work, being larger than a cache.
-        counted: says what ``flops`` or ``bytes`` counts.
-        check_shape: a smaller shape on which values are checked, where float64 is too large.
+        twice: arguments that every implementation must read twice, as no cache holds them.
+        counted: a description of what ``flops`` or ``bytes`` counts.
+        check_shape: a smaller shape on which values are checked, where float64 needs too much
+            memory.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Workload:
 
     @property
     def contracts(self) -> tuple[Contract[..., Any], ...]:
-        """Theirs."""
+        """The contracts of the operators."""
         return tuple(ops.CATALOGUE[op] for op in self.operators)
 
     @property
@@ -111,12 +112,12 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """Of its rate."""
+        """The unit of the rate."""
         return "TFLOP/s" if self.flops else "GB/s"
 
     @property
     def mutates(self) -> bool:
-        """Whether a call changes its arguments, so that each needs fresh ones."""
+        """Whether a call writes its arguments, so that each candidate needs fresh ones."""
         return any(contract.mutates for contract in self.contracts)
 
     def sample(self, shape: Shape, dtype: torch.dtype, device: str) -> Sample:
@@ -131,22 +132,22 @@ class Workload:
         return functions[self.operators[0]](*sample.args, **sample.kwargs)
 
     def expected(self, sample: Sample) -> tuple[Any, ...]:
-        """The values in float64: of the outputs, then of the arguments that are written."""
+        """The float64 values of the outputs, then of the arguments that are written."""
         return as_tuple(self.perform({it.name: it.oracle for it in self.contracts}, sample))
 
     def written(self, sample: Sample) -> tuple[Any, ...]:
-        """The arguments that are written, as they stand, for a comparison with the oracle."""
+        """The arguments that the operator writes, with their present values."""
         contract = self.contracts[0]
         given = by_name(contract, sample)
         held = tuple(given.get(name) for name in contract.mutates)
         return contract.decode(*held) if contract.decode is not None else held
 
     def shapes_of(self, sample: Sample) -> tuple[Any, ...]:
-        """Empty outputs; checks the call."""
+        """Empty outputs of the call; raises if the call is invalid."""
         return as_tuple(self.perform({it.name: it.shapes for it in self.contracts}, sample))
 
     def work(self, shape: Shape, sample: Sample) -> float:
-        """The operations, or the fewest bytes."""
+        """The operations of a call or, for a rate in GB/s, the fewest bytes."""
         if self.flops is not None:
             return float(self.flops(shape))
         if self.bytes is not None:
@@ -159,13 +160,13 @@ class Workload:
         return size(read) + size(written) + size(self.shapes_of(sample))
 
     def dispatch_dtype(self, sample: Sample) -> str:
-        """The dtype that the call is dispatched on, by name."""
+        """The name of the dtype that the call is dispatched on."""
         contract = self.contracts[0]
         found = next(tensors(by_name(contract, sample)[contract.dispatch_on]))
         return str(found.dtype).removeprefix("torch.")
 
     def tolerance(self, *dtypes: str) -> Tolerance:
-        """The error that the coarsest of the contracts allows."""
+        """The coarsest of the contracts' tolerances."""
         return Tolerance.coarsest(it.tolerance_for(*dtypes) for it in self.contracts)
 
 
@@ -175,23 +176,23 @@ def size(value: Any) -> int:
 
 
 def call(*args: Any, **kwargs: Any) -> Sample:
-    """The call with these arguments."""
+    """A call with these arguments."""
     return Sample("benchmark", args, kwargs)
 
 
 def fewer_rows(most: int) -> Callable[[Shape], Shape]:
-    """The same shape with at most so many rows (its first number)."""
+    """The same shape with at most ``most`` rows, its first number."""
     return lambda shape: (min(shape[0], most), *shape[1:])
 
 
 def reference(op: str, *args: Any, **kwargs: Any) -> Any:
-    """What the forward saves for a backward, by the reference set."""
+    """A call by the reference set, for what a forward saves for its backward."""
     with te.with_preference("reference"):
         return te.get_default_manager().call(op, *args, **kwargs)
 
 
 class Random:
-    """Random tensors on a device, the same ones on every run."""
+    """Random tensors on a device, the same in every run."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype = dtype
@@ -199,12 +200,12 @@ class Random:
         self._generator = torch.Generator(device).manual_seed(1)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Of the standard normal distribution."""
+        """Values of the standard normal distribution."""
         values = torch.randn(*shape, generator=self._generator, device=self.device)
         return values.to(dtype or self.dtype)
 
     def integers(self, end: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """From 0 to ``end - 1``."""
+        """Integers from 0 to ``end - 1``."""
         return torch.randint(end, shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def choices(self, end: int, rows: int, count: int) -> Tensor:
