@@ -17,8 +17,8 @@ __all__ = [
 def dropout(input: Tensor, dropout_probability: float, *, seed: int, offset: int = 0) -> Tensor:
     """Dropout whose mask follows from ``seed`` and ``offset``, differentiable.
 
-    See :func:`transformer_engine_fl.ops.dropout_fwd` for how. The backward keeps the mask, one
-    bit for each element.
+    See :func:`transformer_engine_fl.ops.dropout_fwd` for how. The mask is kept for the
+    backward, one bit for each element.
 
     Returns:
         Shape and dtype of ``input``.

@@ -233,7 +233,7 @@ def _reduced(
 
 
 def _gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-    """What every rank has, one after another, by the name that this torch has not deprecated."""
+    """Gather every rank's input, by rank, with the function that this torch does not deprecate."""
     gather: Any = getattr(torch.distributed, "all_gather_single", None)
     (gather or torch.distributed.all_gather_into_tensor)(output, input, group=group)
 
@@ -246,7 +246,7 @@ def _shard(
     if not there or not isinstance(group, torch.distributed.ProcessGroup):
         expected = "None or a torch.distributed.ProcessGroup that this rank is in"
         raise ArgumentError("cross_entropy", "process_group", check.describe(group), expected)
-    # The contract's check reports logits that are none.
+    # The contract's check reports an input that is no tensor of logits.
     columns = input.shape[-1] if isinstance(input, Tensor) and input.ndim else 0
     if vocab_start is None and vocab_size is None:
         return group.rank() * columns, group.size() * columns

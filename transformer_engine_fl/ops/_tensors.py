@@ -93,8 +93,8 @@ class TorchTensors:
         return isinstance(value, torch.Tensor)
 
     def is_ordinary(self, value: torch.Tensor) -> bool:
-        """Whether it is strided, not a subclass with its own storage, not in a torch transform and
-        not a batch of gradients: what fails on any other tensor may well serve ordinary ones.
+        """Whether it is strided, not a subclass that handles operators itself, not in a torch
+        transform and not a batch of gradients: what fails on any other may well serve such tensors.
         """
         return not (
             _unusual(value)

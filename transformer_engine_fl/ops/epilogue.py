@@ -87,7 +87,7 @@ __all__ = [
 Quantizing = Contract[..., tuple[Any, ...]]
 
 _OPTIONS = tuple(name for name in quantize.options if name != "scale")
-"""The options of ``quantize``."""
+"""The options of ``quantize`` but ``scale``."""
 
 
 # ------------------------------------------------------------------------------- bounds

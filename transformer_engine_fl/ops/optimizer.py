@@ -67,7 +67,7 @@ TOLERANCE = {
     "float16": Tolerance(rtol=2**-11 + 2**-16, atol=2**-14),
     "float64": Tolerance(rtol=1e-14, atol=1e-14),
 }
-# A norm is a float32 sum whatever the dtype of the inputs.
+# A norm is a float32 sum whatever the dtype of the inputs, but float64 for float64.
 NORM_TOLERANCE = {dtype: Tolerance(rtol=1e-6, atol=0.0) for dtype in FLOATS} | {
     "float64": Tolerance(rtol=1e-14, atol=0.0)
 }

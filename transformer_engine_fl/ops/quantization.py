@@ -1368,10 +1368,10 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """The update of delayed scaling, in place, as Transformer Engine defines it.
 
-    The history of each scale is a column. The newest amax is the buffer's, or row 0 of the history
-    if that is 0. The history's rows are rotated by one, so that row 0 becomes the last, and the
-    newest amax replaces it there. The amax used is the largest in the history, ignoring NaN, or
-    the newest, as ``amax_compute_algo`` says.
+    The history of each scale is a column. The newest amax is the buffer's, or if
+    the buffer has 0, row 0 of the history. The history's rows are rotated by one, so that row 0
+    becomes the last, and the newest amax replaces it there. The amax used is the largest in the
+    history, ignoring NaN, or the newest, as ``amax_compute_algo`` says.
     ``scale = M * 2**-margin / amax`` in float32, with the numerator rounded from float64; the
     largest float32 where that overflows; unchanged where the amax is 0, infinite or NaN.
     Finally, row 0 is set to 0 for the next amax.

@@ -49,7 +49,7 @@ def as_written(operator: Operator) -> Operator:
 
 
 def as_output(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in the output's dtype, contiguous; it shares memory with an input if that did."""
+    """The value in the output's dtype, contiguous; it may share the memory of ``value``."""
     return value.to(dtype).contiguous()
 
 

@@ -441,7 +441,7 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether every tensor is strided, has data and is no subclass with its own behaviour."""
+    """Whether every tensor is strided and has data, and is a Tensor or Parameter, no subclass."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor) and (
             type(value) not in _PLAIN

@@ -192,9 +192,7 @@ _LAYERNORM_BACKWARD: Final = frozenset(
 
 
 def _filling(function: Any, op: str, known: frozenset[str]) -> Callable[..., Any]:
-    """The function, called by name with all arguments of Liger's releases and backends.
-
-    Only those that it has are passed.
+    """The function, called by name with those arguments of Liger's releases that it has.
 
     Raises:
         PluginError: it has another parameter.

@@ -102,7 +102,7 @@ class Runtime:
 
 
 class _Device:
-    """torch's module for a device type; switching devices does nothing if it has only one.
+    """torch's module for a device type; switching does nothing if that has no current device.
 
     Args:
         name: torch's device type.
