@@ -47,7 +47,7 @@ def order(*tensors: Tensor) -> Order | None:
 
 
 def _compared(shape: Order, steps: list[Order], inner: int, outer: int) -> int:
-    """1 if ``inner`` belongs outside ``outer``, -1 if it does not, 0 if no stride decides."""
+    """1 if ``inner`` belongs outside ``outer``, -1 if not, 0 if strides and sizes are no help."""
     for strides in steps:
         if strides[inner] == 0 or strides[outer] == 0:  # expanded
             continue
