@@ -23,7 +23,8 @@ class Worst:
         ratio: error over what the tolerance allows; above 1 is a failure.
         relative: error over the root mean square of the expected values.
         ulps: error in units in the last place of the result's dtype at the expected value, or
-            at ``atol / rtol * r`` where that is larger: below it, the bound is mostly absolute.
+            at ``atol / rtol * r`` (r: see ``Tolerance``) where that is larger: below it, the
+            bound is mostly absolute.
         index: where it is, as a flat index.
         got, expected: the values there.
     """

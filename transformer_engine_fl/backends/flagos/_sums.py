@@ -78,8 +78,8 @@ def _sum_programs(
 class SumOfPrograms:
     """Adds up ``partial``, ``[results, programs, columns]``, over the programs.
 
-    Where the device has dependent launches it starts before the kernel launched just before it has
-    ended, and waits for that one. So it must not be an operator's first kernel.
+    Where the device has dependent launches it may start before the kernel launched just before it
+    has ended, and waits for that one. So it must not be an operator's first kernel.
 
     Args:
         columns: columns of each sum.

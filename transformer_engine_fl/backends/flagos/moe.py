@@ -102,7 +102,10 @@ def _pair(
     map_slot: tl.tensor,
     MASK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Each token's row at an entry, the expert's index, and whether there is such a pair."""
+    """Each token's row at an entry, the pair's index, and whether there is such a pair.
+
+    The index is the expert with ``MASK``, and which of the token's choices it is without.
+    """
     where = map_ptr + token.to(tl.int64) * map_token + at * map_slot
     row = tl.load(where, mask=at < count, other=-1)
     if MASK:

@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
 
 
 # Without a residual and without a cast. Measured with bfloat16 and 25 widths from 5,120 to 262,144
-# columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 more since (docs/measured/cuda.md).
+# columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 since (docs/measured/cuda.md).
 WAITING: Final = (
     Waiting(False, range(3585, 4097), (256, 1), 2, 3),
     Waiting(False, range(7169, 8193), (512, 1), 2, 4),

@@ -516,8 +516,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_forward_stream
 
-// A persistent kernel for long rows: each group of blocks loops over rows and keeps its part of
-// gamma and beta in registers, which for long rows are too large to be read from L2 with each row.
+// A persistent kernel for long rows: each group of blocks loops over rows and keeps gamma, and beta
+// if it fits, in registers: for long rows both are too large to be read from L2 with each row.
 // STAGES rows are in flight at any time, and while the blocks of a group exchange the statistics of
 // one row, they write the row before it.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
@@ -1055,7 +1055,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
-  Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta has its place in shared memory
+  Vec<TW, VEC> held_gamma[VECS];  // with HOLD_GAMMA, which frees its place for dbeta
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);

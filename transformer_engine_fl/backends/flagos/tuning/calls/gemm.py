@@ -1,7 +1,8 @@
 """Products of two matrices, as in the forward of a linear layer: x W^T.
 
-With block scales: 128 x 128 squares of the weight and 1 x 128 blocks of x; blocks of both that lie
-across the summed terms, as in the gradient of a weight; and MX blocks of both.
+With block scales: 128 x 128 squares of the weight and 1 x 128 blocks of x; 1 x 128 blocks of both,
+of which one operand's lie across the summed terms, as in the gradient of a weight; and MX blocks of
+both.
 """
 
 from __future__ import annotations
