@@ -1,4 +1,4 @@
-"""The command line, ``te-fl``: what is registered, what serves and why, what is right.
+"""The command line, ``te-fl``: what is registered, what serves and why, what is right, a demo.
 
 Exit codes: 0, the answer is good; 1, it is not (something is broken, nothing serves, a set
 breaks a contract, losses disagree); 2, the question was wrong (an unknown name, a malformed

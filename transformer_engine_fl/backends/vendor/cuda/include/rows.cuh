@@ -90,7 +90,7 @@ struct RowTile {
 
   static constexpr int kRest = Width - 1;
 
-  // The first row in which a piece may reach beyond the tensor. If rows overlap, any row may.
+  // The first row in which a piece may reach beyond the tensor: 0 if the stride is below Width.
   template <typename Index>
   static __device__ __forceinline__ Index first_last(Index rows, long long stride) {
     return stride < Width ? 0 : rows - 1;
