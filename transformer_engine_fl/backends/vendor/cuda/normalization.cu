@@ -1388,7 +1388,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    TX* __restrict__ dx, A* __restrict__ partial, long long all_rows,
                    long long dy_stride, long long x_stride, long long, int columns, A share) {
   static_assert(ROWS == 1 && CLUSTER == 1, "all threads of a block share each row");
-  static_assert(CENTRED && !ADDED, "only for layer norms without a residual");
+  static_assert(CENTRED && !ADDED, "only for layer norms without an added gradient");
   using Kept = Operands<false>;
   constexpr int kStageBytes = Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
