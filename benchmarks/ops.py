@@ -38,7 +38,7 @@ from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
 from transformer_engine_fl.backends._files import replaced
-from transformer_engine_fl.cli._processes import beforehand
+from transformer_engine_fl.cli._processes import run_in_processes
 from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.core.errors import suggestion
 from transformer_engine_fl.ops._dtypes import FLOATS
@@ -210,10 +210,10 @@ def prepare(
     """
     calls = [(workload.name, shape, args, device) for workload, shape in plan]
 
-    def tell(done: int, seconds: float) -> None:
+    def progress(done: int, seconds: float) -> None:
         print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
 
-    beforehand(_rehearse, calls, args.prepare, tell)
+    run_in_processes(_rehearse, calls, args.prepare, progress)
 
 
 def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:

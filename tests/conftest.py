@@ -47,7 +47,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from transformer_engine_fl import reset_default_manager, reset_global_policy
     from transformer_engine_fl.core import registry
 
-    registry._TOLD.clear()
+    registry._WARNED.clear()
     for name in list(os.environ):
         if name.startswith(("TE_FL_", "TEFL_")):
             monkeypatch.delenv(name)

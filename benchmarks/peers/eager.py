@@ -230,13 +230,13 @@ ACTIVATION = {
 # --------------------------------------------------------------------------------- rope
 
 
-def _turned_half(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat([-b, a], -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + _turned_half(x) * sin
+    return x * cos + _rotate_half(x) * sin
 
 
 def _with_cosines(x: Tensor, freqs: Tensor) -> tuple[Tensor, ...]:

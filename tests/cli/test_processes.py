@@ -16,8 +16,8 @@ from transformer_engine_fl.cli import _processes
 
 PROGRAM = """
 import os, time
-from transformer_engine_fl.cli._processes import beforehand
-beforehand({work}, {calls}, 2, lambda *told: print(told, flush=True))
+from transformer_engine_fl.cli._processes import run_in_processes
+run_in_processes({work}, {calls}, 2, lambda *told: print(told, flush=True))
 print("and on")
 """
 
@@ -68,7 +68,7 @@ def test_a_process_may_die_while_calls_are_handed_out(monkeypatch, caplog):
     monkeypatch.setattr(_processes.ProcessPoolExecutor, "submit", submit)
     monkeypatch.setattr(_processes.logger, "propagate", True)
     told = []
-    _processes.beforehand(str, range(40), 2, lambda *it: told.append(it))
+    _processes.run_in_processes(str, range(40), 2, lambda *it: told.append(it))
     assert len(told) == 16
     assert "a compiling process was killed after 16 of 40 calls" in caplog.text
 

@@ -16,7 +16,7 @@ import pytest
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.testing import sanitizing
-from transformer_engine_fl.testing.sanitizer import Told
+from transformer_engine_fl.testing.sanitizer import ToolReport
 
 TOOL = f"""\
 #!/bin/sh
@@ -336,4 +336,4 @@ def test_mistake_is_one_message(acme, te_fl, options, said):
     ],
 )
 def test_the_kernel_is_the_outermost_frame(lines, kernel):
-    assert Told(None, lines).kernel == kernel
+    assert ToolReport(None, lines).kernel == kernel

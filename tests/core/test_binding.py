@@ -229,7 +229,7 @@ def test_a_handle_passes_on_to_who_comes_later_just_what_it_is_given(
 
 def test_a_registration_while_a_handle_is_made_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = uncontracted(lambda a, *, d=4: ("first", d))
-    agreed = OpManager._agreed_signature
+    agreed = OpManager._common_signature
 
     def slow(self: OpManager, name: str) -> inspect.Signature:
         found = agreed(self, name)
@@ -238,7 +238,7 @@ def test_a_registration_while_a_handle_is_made_is_followed(monkeypatch: pytest.M
         )
         return found
 
-    monkeypatch.setattr(OpManager, "_agreed_signature", slow)
+    monkeypatch.setattr(OpManager, "_common_signature", slow)
     assert manager.bind("op")(1) == ("later", 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from core_helpers import StubTensor, StubTensors, answering, impl, make_manager
 
 from transformer_engine_fl import OpManager
-from transformer_engine_fl.core.dispatch import MISS, Cell, Repeats, handle
+from transformer_engine_fl.core.dispatch import MISS, HandleCell, Repeats, handle
 
 X = StubTensor()
 OTHER_DTYPE = StubTensor(dtype="bfloat16")
@@ -321,7 +321,7 @@ def test_parameters_named_like_words_of_dispatch_reach_the_function_that_is_aske
             raise ValueError(given)
         return given if ends == "found" else MISS
 
-    cell, repeats = Cell(op), Repeats()
+    cell, repeats = HandleCell(op), Repeats()
     repeats.last = cell.served.approved = op
     cell.served.repeats = repeats
     cell.served.missed = lambda last, args, kwargs: (*args, *kwargs.values())

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_fl.backends import _allocation
 from transformer_engine_fl.backends._memory import PLAIN, extent
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.dispatch import MISS, Repeats
 from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.policy import get_environment
@@ -570,7 +570,7 @@ class _Calls(Repeats):
             try:
                 again = writer.write(watch.steps, result)
             except (UnrepeatableError, RuntimeError, TypeError, ValueError) as reason:
-                watch.refusal = worded(reason)
+                watch.refusal = error_text(reason)
         if times_forgotten == self._times_forgotten:
             self.refusal = watch.refusal
             if again is None:

@@ -73,8 +73,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         typer.echo(f"te-fl {__version__}")
         raise typer.Exit
 
@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=arguments, prog_name="te-fl")
     except TeFlError as error:
         console(stderr=True).print(f"te-fl: {error}", soft_wrap=True)
-        asked_wrongly = isinstance(error, ConfigurationError | UnknownOperatorError)
-        raise SystemExit(2 if asked_wrongly else 1) from None
+        is_usage_error = isinstance(error, ConfigurationError | UnknownOperatorError)
+        raise SystemExit(2 if is_usage_error else 1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -14,8 +14,8 @@ def check_writable(folder: Path) -> None:
     Raises:
         OSError: they cannot.
     """
-    there = next(it for it in (folder.absolute(), *folder.absolute().parents) if it.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} is not writable")
+    existing = next(it for it in (folder.absolute(), *folder.absolute().parents) if it.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"{existing} is not writable")

@@ -47,12 +47,12 @@ _others = contextlib.ExitStack()
 """While it holds a callback, everything that is printed goes to stderr."""
 
 
-def _print_nothing_else(context: typer.Context, asked: bool) -> bool:
+def _print_nothing_else(context: typer.Context, value: bool) -> bool:
     """Keep stdout for the JSON document: a plugin may print, also in a worker process."""
-    if asked:
+    if value:
         _others.enter_context(_to_stderr())
         context.call_on_close(_others.close)
-    return asked
+    return value
 
 
 @contextlib.contextmanager
@@ -115,17 +115,17 @@ def progress_bar(label: str, *, hidden: bool = False) -> Iterator[Callable[[int,
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
     )
     bar = Progress(*columns, console=console(stderr=True), expand=True, disable=hidden)
-    task = bar.add_task(label, total=None, said="")
+    task = bar.add_task(label, total=None, status="")
 
-    def tell(done: int, total: int, said: str) -> None:
+    def update(done: int, total: int, status: str) -> None:
         bar.start()  # not before there is work, so that a wrong question shows no bar
-        bar.update(task, completed=done, total=total, said=said)
+        bar.update(task, completed=done, total=total, status=status)
 
     try:
-        yield tell
+        yield update
     finally:
         if bar.live.is_started:
             bar.stop()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from transformer_engine_fl.core.log import logger
 
-__all__ = ["beforehand", "ended_together"]
+__all__ = ["exit_on_sigterm", "run_in_processes"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,7 +23,7 @@ _CALLS_EACH = 8
 
 
 @contextlib.contextmanager
-def ended_together() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Within the block a SIGTERM unwinds the program, so that it ends its child processes.
 
     Otherwise the program would end at once and leave them running.
@@ -39,8 +39,8 @@ def ended_together() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def beforehand(
-    work: Callable[[T], R], calls: Sequence[T], processes: int, tell: Callable[[int, R], None]
+def run_in_processes(
+    work: Callable[[T], R], calls: Sequence[T], processes: int, on_result: Callable[[int, R], None]
 ) -> None:
     """Make calls in several processes, none of which outlives this function.
 
@@ -51,11 +51,11 @@ def beforehand(
         work: the function; it, its argument and its result must be picklable.
         calls: the argument of each call.
         processes: how many processes.
-        tell: called with the number of calls done, and the result of the last one.
+        on_result: called with the number of calls done, and the result of the last one.
     """
     done, size = 0, processes * _CALLS_EACH
     context = multiprocessing.get_context("spawn")  # a device does not survive a fork
-    with ended_together():
+    with exit_on_sigterm():
         # Not max_tasks_per_child, with which an executor may hang (CPython gh-115634).
         for start in range(0, len(calls), size):
             with ProcessPoolExecutor(processes, context) as pool:
@@ -65,7 +65,7 @@ def beforehand(
                     for future in as_completed(waiting):
                         gave = future.result()
                         done += 1
-                        tell(done, gave)
+                        on_result(done, gave)
                 except BrokenProcessPool:
                     logger.warning(
                         "a compiling process was killed after %d of %d calls; the rest is "

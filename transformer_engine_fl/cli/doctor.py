@@ -25,7 +25,7 @@ from transformer_engine_fl.backends import _disk_cache
 from transformer_engine_fl.backends.flagos.tuning.lookup import stated_path
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
 from transformer_engine_fl.cli.tune.checking import examined
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.discovery import ENTRY_POINT_GROUP
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.log import logger
@@ -75,7 +75,7 @@ def examine(*, clear_cache: bool = False) -> Report:
     malformed, environment = dict(_malformed()), _environment()
     for problem in malformed.values():
         findings.broken(problem, "the rest of this report ignores the variable")
-    with _heard() as warnings, _unset(malformed):
+    with _collected_warnings() as warnings, _unset(malformed):
         manager = get_default_manager()
         report = {
             "versions": _versions(findings),
@@ -89,7 +89,7 @@ def examine(*, clear_cache: bool = False) -> Report:
         }
         _tuning(findings)
     for message in warnings:
-        findings.heard(message)
+        findings.add_logged(message)
     broken = any(it["severity"] == "broken" for it in findings.found)
     return {"healthy": not broken, "findings": findings.found, **report}
 
@@ -106,7 +106,7 @@ class _Findings:
     def warning(self, what: str) -> None:
         self.found.append({"severity": "warning", "what": what, "detail": None})
 
-    def heard(self, message: str) -> None:
+    def add_logged(self, message: str) -> None:
         """Add a warning that was logged meanwhile, unless it repeats what was found already."""
         if not any(it["what"] in message for it in self.found):
             self.warning(message)
@@ -116,7 +116,7 @@ class _Findings:
         try:
             return examination()
         except Exception as error:  # noqa: BLE001 - a broken driver may raise anything
-            self.broken(f"{what}: {worded(error)}", "".join(traceback.format_exception(error)))
+            self.broken(f"{what}: {error_text(error)}", "".join(traceback.format_exception(error)))
             return otherwise
 
 
@@ -148,7 +148,7 @@ def _unset(names: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _heard() -> Iterator[list[str]]:
+def _collected_warnings() -> Iterator[list[str]]:
     """Collect the warnings that are logged for the report, and print no log lines."""
     warnings: list[str] = []
 
@@ -281,7 +281,7 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
                 "unavailable": unavailable,
             }
         )
-        if not manager.registry.contracts.get(name) and (slip := _slip(name, manager)):
+        if not manager.registry.contracts.get(name) and (slip := _name_hint(name, manager)):
             impl_ids = ", ".join(it.impl.impl_id for it in entries)
             findings.warning(f"{impl_ids}: registered for {name!r}, {slip}")
     for fault, names in faults.items():
@@ -289,7 +289,7 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
     return operators
 
 
-def _slip(name: str, manager: OpManager) -> str | None:
+def _name_hint(name: str, manager: OpManager) -> str | None:
     """What is most likely wrong with the name of an operator without a contract, or None."""
     if name.startswith("aten::"):
         return _no_aten(name)
@@ -412,7 +412,7 @@ def _show_operators(out: Console, operators: list[dict[str, Any]]) -> None:
         for impl_id, reason in it["unavailable"].items():
             affected.setdefault((impl_id, reason), []).append(it["name"])
     rows: list[tuple[str | Text, ...]] = [
-        (impl_id or Text("none", "red"), str(len(names)), _which(names, len(operators)))
+        (impl_id or Text("none", "red"), str(len(names)), _operators_text(names, len(operators)))
         for impl_id, names in sorted(serving.items(), key=lambda it: len(it[1]))
     ]
     headings = ("served here by", "operators", "")
@@ -432,7 +432,7 @@ def _show_cache(out: Console, cache: dict[str, Any]) -> None:
         out.print(f"no kernel is cached {where}", soft_wrap=True)
 
 
-def _which(names: list[str], whole: int) -> str:
+def _operators_text(names: list[str], whole: int) -> str:
     """The operators by name, unless they are more than half of all."""
     if len(names) == whole:
         return "all"

@@ -27,7 +27,7 @@ from transformer_engine_fl.cli._output import (
     print_json,
     progress_bar,
 )
-from transformer_engine_fl.cli._processes import ended_together
+from transformer_engine_fl.cli._processes import exit_on_sigterm
 from transformer_engine_fl.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def verify(
     from transformer_engine_fl import testing
 
     if sanitize is not None:
-        with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
+        with progress_bar(impl_id, hidden=quiet) as update, exit_on_sigterm():
             report = testing.sanitize(
                 impl_id,
                 sanitize,
@@ -147,7 +147,7 @@ def verify(
                 every=every,
                 jobs=jobs,
                 stop_after=stop_after,
-                progress=lambda done, total, operator, found: tell(
+                progress=lambda done, total, operator, found: update(
                     done, total, f"{found} found  {operator}" if found else operator
                 ),
             )
@@ -157,7 +157,7 @@ def verify(
             _sanitize.show(console(), report, quiet=quiet)
         raise typer.Exit(0 if report.passed else 1)
 
-    with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
+    with progress_bar(impl_id, hidden=quiet) as update, exit_on_sigterm():
         card = testing.verify(
             impl_id,
             operators=op or None,
@@ -166,7 +166,7 @@ def verify(
             only=case or None,
             every=every,
             jobs=jobs,
-            progress=lambda done, total, operator, failed: tell(
+            progress=lambda done, total, operator, failed: update(
                 done, total, f"{failed} failed  {operator}" if failed else operator
             ),
         )

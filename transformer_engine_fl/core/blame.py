@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import Any, Final
 
 __all__ = [
-    "BETWEEN",
-    "ON_BEHALF",
-    "behind",
-    "of_the_caller",
+    "INTERMEDIATE_FILES",
+    "INTERNAL_PATHS",
+    "caused_by_caller",
+    "error_details",
+    "error_text",
+    "exception_chain",
+    "located_signature",
     "out_of_stack",
     "raised_at",
-    "said",
-    "signed",
-    "worded",
 ]
 
 _ROOT: Final = Path(__file__).parents[1]
-ON_BEHALF: Final = (
+INTERNAL_PATHS: Final = (
     str(_ROOT / "core"),
     str(_ROOT / "backends" / "_register.py"),
     str(_ROOT / "vendors"),
 )
 """Our code that registers and calls functions of other packages."""
 
-BETWEEN: Final[set[str]] = set()
+INTERMEDIATE_FILES: Final[set[str]] = set()
 """Other packages' files through which our code calls functions; such code adds them here."""
 
-_NOBODY: Final = (
-    *ON_BEHALF,
+_IGNORED_PATHS: Final = (
+    *INTERNAL_PATHS,
     str(_ROOT / "integrations" / "aten"),
     str(_ROOT / "functional" / "_differentiable.py"),
     "<",
@@ -45,7 +45,7 @@ _NOBODY: Final = (
 )
 
 
-def said(error: BaseException, most: int | None = None) -> str:
+def error_details(error: BaseException, most: int | None = None) -> str:
     """The error, and the line of code that it came from.
 
     Args:
@@ -53,10 +53,10 @@ def said(error: BaseException, most: int | None = None) -> str:
         most: characters of the error's own text.
     """
     where = raised_at(error)
-    return worded(error)[:most] + (f" (at {where})" if where else "")
+    return error_text(error)[:most] + (f" (at {where})" if where else "")
 
 
-def worded(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The error's class and text, or its class and that its ``str()`` raises."""
     kind = type(error).__name__
     try:
@@ -71,7 +71,7 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     Args:
         error: what was raised.
         folder: where that code is; if none is given, or nothing in it ran, the package of the
-            first line that is neither ours nor in a file of :data:`BETWEEN`.
+            first line that is neither ours nor in a file of :data:`INTERMEDIATE_FILES`.
 
     Returns:
         None where no code but ours ran.
@@ -81,18 +81,18 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_NOBODY)
+        if not frame.filename.startswith(_IGNORED_PATHS)
     ]
     if not frames:
         return None
-    others = [frame for frame in frames if frame.filename not in BETWEEN]
+    others = [frame for frame in frames if frame.filename not in INTERMEDIATE_FILES]
     home = _home((others or frames)[0].filename)
     own = [frame for frame in frames if folder and frame.filename.startswith(f"{folder}/")]
     last = (own or [frame for frame in frames if frame.filename.startswith(home)])[-1]
     return f"{last.filename}:{last.lineno}"
 
 
-def signed(function: Callable[..., Any], signature: inspect.Signature) -> str:
+def located_signature(function: Callable[..., Any], signature: inspect.Signature) -> str:
     """``file:line: name(a, b)`` of a function; for one in C without the place."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
@@ -105,7 +105,7 @@ def out_of_stack(error: BaseException) -> bool:
     That is the callers' fault. Code that recurses without end has used most of the stack
     itself.
     """
-    if not any(isinstance(it, RecursionError) for it in behind(error)):
+    if not any(isinstance(it, RecursionError) for it in exception_chain(error)):
         return False
     depth, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
@@ -113,7 +113,7 @@ def out_of_stack(error: BaseException) -> bool:
     return depth > sys.getrecursionlimit() // 2
 
 
-def of_the_caller(error: BaseException) -> bool:
+def caused_by_caller(error: BaseException) -> bool:
     """Whether our callers caused an error, and not the code that we called.
 
     They interrupted it, or had used up the stack. What ends the program or skips a test counts
@@ -122,7 +122,7 @@ def of_the_caller(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or out_of_stack(error)
 
 
-def behind(error: BaseException) -> Iterator[BaseException]:
+def exception_chain(error: BaseException) -> Iterator[BaseException]:
     """The error, and the errors that led to it in the code that we called.
 
     An error that our caller is handling is in its ``__context__`` too, but with other frames.

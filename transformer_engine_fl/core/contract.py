@@ -30,7 +30,7 @@ __all__ = [
     "Sample",
     "SampleMaker",
     "Tolerance",
-    "asked",
+    "adapt_predicate",
     "check_predicate",
     "contract",
     "fit",
@@ -446,8 +446,8 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
 def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> None:
     """Check that a ``supports`` can be called with the contract's required arguments.
 
-    It need not have the options: a contract may get new ones later, and :func:`asked` leaves
-    out those that it does not name.
+    It need not have the options: a contract may get new ones later, and :func:`adapt_predicate`
+    leaves out those that it does not name.
 
     Raises:
         SignatureMismatchError: with both signatures.
@@ -466,7 +466,9 @@ def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: 
         ) from None
 
 
-def asked(expected: inspect.Signature, supports: Callable[..., Any]) -> Callable[..., Any]:
+def adapt_predicate(
+    expected: inspect.Signature, supports: Callable[..., Any]
+) -> Callable[..., Any]:
     """Make ``supports`` callable with the arguments of any call of the contract.
 
     Options that it does not name are left out. The others are passed by keyword where it may

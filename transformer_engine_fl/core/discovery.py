@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.blame import out_of_stack, raised_at, said, signed, worded
+from transformer_engine_fl.core.blame import (
+    error_details,
+    error_text,
+    located_signature,
+    out_of_stack,
+    raised_at,
+)
 from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
@@ -139,7 +145,7 @@ def _points_of(distribution: Distribution) -> Iterable[EntryPoint]:
         return distribution.entry_points.select(group=ENTRY_POINT_GROUP)
     except Exception as error:  # noqa: BLE001 - as above
         where = getattr(distribution, "_path", distribution)
-        logger.warning("%s: its entry points cannot be read: %s", where, worded(error))
+        logger.warning("%s: its entry points cannot be read: %s", where, error_text(error))
         return ()
 
 
@@ -212,7 +218,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
         report = SourceReport(
             source.name,
             source.origin,
-            error=said(error) + _past_it(registry, before),
+            error=error_details(error) + _direct_registrations(registry, before),
             traceback="".join(traceback.format_exception(error)),
             vendors=tuple(it.lower() for it in named),
         )
@@ -226,7 +232,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
     return report
 
 
-def _past_it(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> str:
+def _direct_registrations(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> str:
     """A note on what a failed source registered in the registry itself, where it stays."""
     now = registry.snapshot().operators.items()
     new = [it.impl.label for op_name, its in now for it in its if it not in before.get(op_name, ())]
@@ -311,7 +317,7 @@ def _register_function(plugin: Any, source: Source) -> Register:
     file = getattr(plugin, "__file__", None)
     raise PluginError(
         f"{source.name}: {f'{file}: ' if file else ''}has neither register(registry) nor "
-        f"te_fl_register(registry){_slip(plugin)}"
+        f"te_fl_register(registry){_name_hint(plugin)}"
     )
 
 
@@ -327,13 +333,13 @@ def _of_a_registry(register: Register, source: Source) -> Register:
             signature.bind(None)
         except TypeError:
             raise PluginError(
-                f"{source.name}: {signed(register, signature)} must accept the registry "
+                f"{source.name}: {located_signature(register, signature)} must accept the registry "
                 "as its only argument"
             ) from None
     return register
 
 
-def _slip(plugin: Any) -> str:
+def _name_hint(plugin: Any) -> str:
     """A hint at a function of the module that may be meant as ``register``, or nothing."""
     own = (it for it in getattr(plugin, "__dict__", {}).values() if isinstance(it, FunctionType))
     names = [it.__name__ for it in own if it.__module__ == getattr(plugin, "__name__", None)]

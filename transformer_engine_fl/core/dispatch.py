@@ -1,8 +1,8 @@
 """What runs at each call: nothing here builds, logs, locks or reads a setting.
 
-The manager's table maps an operator to a :class:`Served`, which holds a callable. That is the
-implementation itself where the first candidate does not depend on the tensors; otherwise it is a
-:func:`guarded` function, which looks at one tensor's device and dtype and remembers which
+The manager's table maps an operator to a :class:`DispatchEntry`, which holds a callable. That is
+the implementation itself where the first candidate does not depend on the tensors; otherwise it is
+a :func:`guarded` function, which looks at one tensor's device and dtype and remembers which
 candidates follow from them. An implementation that remembers its calls (:class:`Repeats`) checks
 its tensors itself. The code that looked up the table tries it first, without the guarded function
 in between: one more function is more than a third of the time of a dispatch. A :func:`handle`
@@ -21,15 +21,15 @@ from transformer_engine_fl.core.policy import ROOT, active_scope
 
 __all__ = [
     "MISS",
-    "Cell",
+    "DispatchEntry",
     "Handle",
+    "HandleCell",
     "Repeats",
-    "Served",
     "Steps",
+    "accept_any_arguments",
     "guarded",
     "handle",
     "settles_failures",
-    "take_anything",
 ]
 
 Handle = Callable[..., Any]
@@ -87,7 +87,7 @@ class Steps:
             self.direct, self.repeats = None, found
 
 
-class Served:
+class DispatchEntry:
     """How an operator is served.
 
     A caller tries ``repeats.last`` first if that is ``approved``, and calls ``fn`` otherwise.
@@ -119,7 +119,7 @@ def guarded(
     place: int,
     find: Callable[..., Steps],
     serve: Callable[..., Any],
-) -> Served:
+) -> DispatchEntry:
     """Serve by the dispatch tensor's device and dtype.
 
     Args:
@@ -167,31 +167,31 @@ def guarded(
         finally:
             del error  # its traceback has this frame: the cycle would keep the call's tensors
 
-    def missed(asked: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def missed(approved: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             steps = memo[key(args[place])]
         except (LookupError, AttributeError, TypeError):
             steps = find(args, kwargs, memo)
         own = steps.repeats
-        if own is None or own.last is not asked:
+        if own is None or own.last is not approved:
             return choose(*args, **kwargs)
         try:
             return own.other(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
             return serve(steps, args, kwargs, error)
 
-    served = Served(choose)
+    served = DispatchEntry(choose)
     served.failed, served.missed = failed, missed
     return served
 
 
-class Cell:
+class HandleCell:
     """Holds how the calls of a bound handle are served outside every ``with`` block."""
 
     __slots__ = ("served", "unbuilt")
 
     def __init__(self, unbuilt: Handle) -> None:
-        self.unbuilt = Served(unbuilt)
+        self.unbuilt = DispatchEntry(unbuilt)
         self.served = self.unbuilt
 
 
@@ -227,8 +227,8 @@ def {name}({parameters}):
 def handle(
     name: str,
     signature: inspect.Signature,
-    cell: Cell,
-    scoped: Callable[[], Served],
+    cell: HandleCell,
+    scoped: Callable[[], DispatchEntry],
     failed: Failed,
 ) -> FunctionType:
     """Make a function with ``signature`` that calls what ``cell`` holds.
@@ -247,12 +247,12 @@ def handle(
     return _generated(name, signature, namespace)
 
 
-_ANYTHING: Final = inspect.signature(lambda *args, **kwargs: None)
+_ANY_SIGNATURE: Final = inspect.signature(lambda *args, **kwargs: None)
 
 
-def take_anything(made: FunctionType) -> None:
+def accept_any_arguments(made: FunctionType) -> None:
     """Make a handle pass on only what it is given, as its signature may not hold any more."""
-    made.__code__ = _generated(made.__name__, _ANYTHING, {}).__code__
+    made.__code__ = _generated(made.__name__, _ANY_SIGNATURE, {}).__code__
 
 
 def _generated(name: str, signature: inspect.Signature, namespace: dict[str, Any]) -> FunctionType:

@@ -23,12 +23,12 @@ from transformer_engine_fl.core import discovery
 from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.dispatch import (
     MISS,
-    Cell,
+    DispatchEntry,
     Handle,
-    Served,
+    HandleCell,
+    accept_any_arguments,
     handle,
     settles_failures,
-    take_anything,
 )
 from transformer_engine_fl.core.errors import (
     ConfigurationError,
@@ -40,7 +40,7 @@ from transformer_engine_fl.core.errors import (
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.log import logger
-from transformer_engine_fl.core.monitors import Monitor, Watcher
+from transformer_engine_fl.core.monitors import ActiveMonitor, Monitor
 from transformer_engine_fl.core.plan import Plan
 from transformer_engine_fl.core.policy import (
     ROOT,
@@ -78,7 +78,7 @@ _numbers = itertools.count(1)
 _managers: weakref.WeakValueDictionary[str, OpManager] = weakref.WeakValueDictionary()
 
 
-class Table(dict[str, Served]):
+class Table(dict[str, DispatchEntry]):
     """Operator -> how it is served, under one policy.
 
     Attributes:
@@ -125,9 +125,9 @@ class OpManager:
         self._started = False
         self._table = Table()
         self._scoped: dict[Scope, Table] = {}
-        self._cells: dict[str, Cell] = {}
-        self._agreed: dict[str, weakref.WeakSet[FunctionType]] = {}
-        self._watchers: tuple[Watcher, ...] = ()
+        self._cells: dict[str, HandleCell] = {}
+        self._contractless_handles: dict[str, weakref.WeakSet[FunctionType]] = {}
+        self._active_monitors: tuple[ActiveMonitor, ...] = ()
         self._logged: dict[str, list[str]] = {}
         self._vetted: set[str] = set()
         self._warned: set[str] = set()
@@ -188,9 +188,9 @@ class OpManager:
         name = self._known(op_name)
         contract = self.registry.contracts.get(name)
         entries = self.registry.entries(name)
-        signature = contract.signature if contract else self._agreed_signature(name)
+        signature = contract.signature if contract else self._common_signature(name)
         with self._lock:
-            cell = self._cells.setdefault(name, Cell(self._unbuilt(name)))
+            cell = self._cells.setdefault(name, HandleCell(self._unbuilt(name)))
         made = handle(
             name,
             signature,
@@ -202,9 +202,9 @@ class OpManager:
         made.__signature__ = signature  # type: ignore[attr-defined]
         if contract is None:
             with self._lock:
-                self._agreed.setdefault(name, weakref.WeakSet()).add(made)
+                self._contractless_handles.setdefault(name, weakref.WeakSet()).add(made)
             if self.registry.entries(name) is not entries:
-                self._agree_no_longer({name})
+                self._drop_signatures({name})
         return in_compiled_code(lambda *args, **kwargs: traced_call(self, name, *args, **kwargs))(
             made
         )
@@ -249,7 +249,7 @@ class OpManager:
         if wrong is not None:
             raise wrong
         decision = plan.explain(*self._question(plan, args, kwargs))
-        return plan.runnable(self._served(decision), decision.facts)
+        return plan.runnable(self._selected(decision), decision.facts)
 
     def resolve_candidates(self, op_name: str, /, *args: Any, **kwargs: Any) -> tuple[OpImpl, ...]:
         """Every implementation that may serve, best first."""
@@ -261,7 +261,7 @@ class OpManager:
         Raises:
             NoImplementationError: there is none.
         """
-        return self._served(self.explain(op_name)).impl_id
+        return self._selected(self.explain(op_name)).impl_id
 
     def explain(self, op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
         """Which implementation would serve this call, and why each other would not.
@@ -318,14 +318,15 @@ class OpManager:
         """
         if not callable(callback):
             raise TypeError(f"a monitor must be callable, got {type(callback).__name__}")
-        own = Watcher(callback)  # the same callback may be set twice, and each is undone alone
+        # The same callback may be set twice, and each is undone alone.
+        own = ActiveMonitor(callback)
         with self._lock:
-            self._watchers = (*self._watchers, own)
+            self._active_monitors = (*self._active_monitors, own)
         self._invalidate()
 
         def undo() -> None:
             with self._lock:
-                self._watchers = tuple(it for it in self._watchers if it is not own)
+                self._active_monitors = tuple(it for it in self._active_monitors if it is not own)
             self._invalidate()
 
         return undo
@@ -379,21 +380,23 @@ class OpManager:
         return self._tensors
 
     @property
-    def watchers(self) -> tuple[Watcher, ...]:
+    def active_monitors(self) -> tuple[ActiveMonitor, ...]:
         """The monitors set by :meth:`monitor`."""
-        return self._watchers
+        return self._active_monitors
 
     # -------------------------------------------------------------------- the tables
 
-    def _find(self, op_name: str, scope: Scope) -> Served:
+    def _find(self, op_name: str, scope: Scope) -> DispatchEntry:
         table = self._table if scope is ROOT else self._scoped.get(scope, _NO_TABLE)
         return table.get(op_name) or self._build(op_name, scope)
 
-    def _build(self, op_name: str, scope: Scope) -> Served:
+    def _build(self, op_name: str, scope: Scope) -> DispatchEntry:
         """Find out how an operator is served, and keep that in the scope's table."""
         return self._built(op_name, scope, anew=True)[0]
 
-    def _built(self, op_name: str, scope: Scope, *, anew: bool = False) -> tuple[Served, Plan]:
+    def _built(
+        self, op_name: str, scope: Scope, *, anew: bool = False
+    ) -> tuple[DispatchEntry, Plan]:
         """How an operator is served, and the plan behind that.
 
         The table is looked up before the policy and the registry are read. A later change
@@ -461,7 +464,7 @@ class OpManager:
             raise UnknownOperatorError(_unknown(op_name, known, aliases) + hint)
         return name
 
-    def _agreed_signature(self, name: str) -> inspect.Signature:
+    def _common_signature(self, name: str) -> inspect.Signature:
         """The signature that all implementations of an operator without a contract share.
 
         ``(*args, **kwargs)`` if they share none.
@@ -472,23 +475,23 @@ class OpManager:
             return found[0]
         return inspect.signature(lambda *args, **kwargs: None)
 
-    def _agree_no_longer(self, operators: Collection[str]) -> None:
+    def _drop_signatures(self, operators: Collection[str]) -> None:
         """Make these operators' handles pass on only what they are given.
 
         Their defaults are those of the implementations before the latest registration.
         """
         for name in operators:
             with self._lock:
-                handles = self._agreed.pop(name, ())
+                handles = self._contractless_handles.pop(name, ())
             for made in handles:
-                take_anything(made)
+                accept_any_arguments(made)
 
     def _question(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Facts, Any]:
         return (plan.facts(args, kwargs), (args, kwargs)) if args or kwargs else (Facts(), None)
 
-    def _served(self, decision: Decision) -> OpImpl:
+    def _selected(self, decision: Decision) -> OpImpl:
         if decision.selected is None:
             raise NoImplementationError(f"no implementation serves {decision.op_name!r}", decision)
         return decision.selected
@@ -499,17 +502,17 @@ class OpManager:
         if key in self._vetted:
             return
         for message in unknown_names(effective, self.registry):
-            if self.is_new(message):
+            if self.is_new_warning(message):
                 logger.warning("%s", message)
         if len(self._vetted) >= _MAX_SCOPES:
             self._vetted.clear()
         self._vetted.add(key)
 
-    def is_new(self, told: str) -> bool:
+    def is_new_warning(self, message: str) -> bool:
         """Whether this message has not been logged yet; marks it as logged."""
-        if told in self._warned or len(self._warned) >= _MAX_WARNINGS:
+        if message in self._warned or len(self._warned) >= _MAX_WARNINGS:
             return False
-        self._warned.add(told)
+        self._warned.add(message)
         return True
 
     # ----------------------------------------------------------------- what happens
@@ -546,7 +549,7 @@ class OpManager:
         """After a registration: clear these operators' quarantine, and every plan."""
         self.quarantine.clear(operators)
         self._vetted.clear()
-        self._agree_no_longer(operators)
+        self._drop_signatures(operators)
         self._invalidate(epoch=True)
 
     def policy_changed(self) -> None:
@@ -592,12 +595,14 @@ def _unknown(op_name: str, known: Collection[str], aliases: Collection[str]) -> 
         return (
             f"unknown operator {op_name!r}{close} ({len(own)} are known; `te-fl list` shows them)"
         )
-    beside = [name.removeprefix(f"{space}::") for name in known if name.startswith(f"{space}::")]
-    there = nearest(rest, beside)
-    hint = f"; did you mean {f'{space}::{there}'!r}?" if there else ""
+    in_namespace = [
+        name.removeprefix(f"{space}::") for name in known if name.startswith(f"{space}::")
+    ]
+    nearest_name = nearest(rest, in_namespace)
+    hint = f"; did you mean {f'{space}::{nearest_name}'!r}?" if nearest_name else ""
     return (
-        f"unknown operator {op_name!r}{hint} ({len(beside)} are known in {space!r}; registering "
-        "an implementation adds one)"
+        f"unknown operator {op_name!r}{hint} ({len(in_namespace)} are known in {space!r}; "
+        "registering an implementation adds one)"
     )
 
 

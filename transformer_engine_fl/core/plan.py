@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformer_engine_fl.core import blame
 from transformer_engine_fl.core.discovery import broken_vendors
-from transformer_engine_fl.core.dispatch import Served, Steps, guarded, settles_failures
+from transformer_engine_fl.core.dispatch import DispatchEntry, Steps, guarded, settles_failures
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
     ArgumentError,
@@ -61,7 +61,7 @@ class Fault(NamedTuple):
 
     impl: OpImpl
     kind: str
-    said: str
+    error_details: str
 
 
 class Plan:
@@ -198,20 +198,20 @@ class Plan:
 
     # ------------------------------------------------------------- building callables
 
-    def served(self) -> Served:
+    def served(self) -> DispatchEntry:
         """What to keep in the table: the implementation itself where that is safe."""
-        if self._manager.watchers:
-            return Served(self._watched())
+        if self._manager.active_monitors:
+            return DispatchEntry(self._slow_path())
         chosen = self.decide(Facts()).selected
         if chosen is None:
-            return Served(self._watched())
+            return DispatchEntry(self._slow_path())
         entry = self._entries[chosen.impl_id]
         if self._unconditional(entry):
             self._manager.log_selection(self._op_name, chosen)
-            return Served(entry.fn)
+            return DispatchEntry(entry.fn)
         return guarded(self._manager.tensors.key, self.dispatch_on[0], self._remember, self.serve)
 
-    def _watched(self) -> Callable[..., Any]:
+    def _slow_path(self) -> Callable[..., Any]:
         """A callable that tries the candidates at each call: for monitors, or if none serves."""
 
         @settles_failures
@@ -249,7 +249,7 @@ class Plan:
             return Steps(_nothing, False, facts.fake, ())
         first = entries[0]
         simple = first.impl.supports is None and not first.missing
-        if simple:  # otherwise each call's arguments decide, and _served logs it
+        if simple:  # otherwise each call's arguments decide, and _after_success logs it
             self._manager.log_selection(self._op_name, first.impl)
         return Steps(self._callable(first, facts.fake), simple, facts.fake, entries)
 
@@ -282,7 +282,7 @@ class Plan:
         fn = entry.fn
         if fake and not (entry.impl.traceable or entry.impl.unconditional):
             fn = self._manager.tensors.opaque(entry) or fn
-        return entry.taking_all(fn)
+        return entry.with_all_options(fn)
 
     # ------------------------------------------------------------------- after all
 
@@ -321,17 +321,17 @@ class Plan:
                     except Exception as raised:  # noqa: BLE001 - judged by the rules of recovery.py
                         error = raised
                     else:
-                        self._served(entry.impl, faults, args, kwargs)
+                        self._after_success(entry.impl, faults, args, kwargs)
                         return result
                 if error is not None:
                     last, error = error, None
-                    reason = self._after(entry, last, args, kwargs)
+                    reason = self._after_failure(entry, last, args, kwargs)
                     if isinstance(reason, Exception):
-                        self._ended(entry.impl, reason, faults, reasons, args, kwargs)
+                        self._after_last_failure(entry.impl, reason, faults, reasons, args, kwargs)
                         raise reason
                     if reason[0] == "failed":
-                        said = reason[1].removeprefix("failed: ")
-                        faults.append(Fault(entry.impl, type(last).__name__, said))
+                        error_details = reason[1].removeprefix("failed: ")
+                        faults.append(Fault(entry.impl, type(last).__name__, error_details))
                 if reason is not None:
                     reasons[entry.impl.impl_id] = reason
             raise self._refusal(reasons, faults, args, kwargs) from last
@@ -350,7 +350,7 @@ class Plan:
         answer = ask_supports(entry, (args, kwargs), self._is_fatal) if asked else None
         return ("supports", answer) if answer is not None else None
 
-    def _after(
+    def _after_failure(
         self, entry: Entry, error: Exception, args: Args, kwargs: Kwargs
     ) -> tuple[str, str] | Exception:
         """(cause, reason) if another candidate may run; the error to raise if none may."""
@@ -368,27 +368,27 @@ class Plan:
             return error
         if wrong is not None:
             return wrong
-        said = blame.said(error, most=_TEXT)
+        error_details = blame.error_details(error, most=_TEXT)
         if outcome is Outcome.DECLINED:
-            return "supports", f"declined: {blame.worded(error)}"[:_TEXT]
+            return "supports", f"declined: {blame.error_text(error)}"[:_TEXT]
         if outcome is Outcome.HALF_WRITTEN:
-            half_written = self._half_written(entry.impl, said, args, kwargs)
+            half_written = self._half_written(entry.impl, error_details, args, kwargs)
             half_written.__cause__ = error
             return half_written
-        return "failed", f"failed: {said}"
+        return "failed", f"failed: {error_details}"
 
     def _half_written(
-        self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
+        self, impl: OpImpl, error_details: str, args: Args, kwargs: Kwargs
     ) -> PartialMutationError:
         """The error for arguments that may be half written; quarantines what failed.
 
         But if no other candidate is left for such calls, the failed one is tried again next
         time, as after a failure that writes nothing.
         """
-        said_to_write = self._written(impl, args, kwargs)
-        names = said_to_write or self._tensor_names(args, kwargs)
+        declared_writes = self._written(impl, args, kwargs)
+        names = declared_writes or self._tensor_names(args, kwargs)
         listed = ", ".join(names)
-        if said_to_write is None:
+        if declared_writes is None:
             what = (
                 f"failed and may have partly written any of {listed}: the operator has no "
                 "contract, and the implementation does not declare what it writes (mutates=() if "
@@ -398,16 +398,17 @@ class Plan:
             what = f"failed and may have partly written {listed}; no other implementation was tried"
         decision = self.explain(self.facts(args, kwargs), (args, kwargs))
         others = [it.impl_id for it in decision.accepted if it.impl_id != impl.impl_id]
-        if others and self._set_aside(impl, said, args, kwargs)[0]:
+        if others and self._quarantine_impl(impl, error_details, args, kwargs)[0]:
             then = (
                 f"will use {others[0]!r}: {impl.impl_id!r} is in quarantine until "
                 "reset_quarantine()"
             )
         else:
             then = f"will use {impl.impl_id!r} again"
-        failed = {impl.impl_id: ("failed", f"failed: {said}")}
+        failed = {impl.impl_id: ("failed", f"failed: {error_details}")}
         return PartialMutationError(
-            f"{impl.label} {what}. Cause: {said}\nThe next call like this {then}. Candidates now:",
+            f"{impl.label} {what}. Cause: {error_details}\n"
+            f"The next call like this {then}. Candidates now:",
             decision.rejecting(failed),
             names,
         )
@@ -429,7 +430,9 @@ class Plan:
         """The error of a call that breaks the contract, or None."""
         return None if self._contract is None else self._contract.objection(args, kwargs)
 
-    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:
+    def _quarantine_impl(
+        self, impl: OpImpl, error_details: str, args: Args, kwargs: Kwargs
+    ) -> tuple[bool, bool]:
         """Put an implementation into quarantine; (whether it is there, whether it is new there).
 
         Quarantine distinguishes tensors only by device and dtype, so a fault on a sparse tensor,
@@ -440,18 +443,20 @@ class Plan:
             return False, False
         facts = self.facts(args, kwargs)
         key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
-        new = self._manager.quarantine.add(key, said)
+        new = self._manager.quarantine.add(key, error_details)
         self._manager.plans_outdated()
         return True, new
 
-    def _served(self, impl: OpImpl, faults: Sequence[Fault], args: Args, kwargs: Kwargs) -> None:
+    def _after_success(
+        self, impl: OpImpl, faults: Sequence[Fault], args: Args, kwargs: Kwargs
+    ) -> None:
         """After a candidate has served: quarantine those that failed before it."""
-        self._blame(faults, f"{impl.impl_id!r} served", args, kwargs)
+        self._quarantine_failed(faults, f"{impl.impl_id!r} served", args, kwargs)
         self._manager.log_selection(self._op_name, impl, again=False)
-        for watcher in self._manager.watchers:
-            watcher.tell(self._op_name, impl)
+        for monitor in self._manager.active_monitors:
+            monitor.notify(self._op_name, impl)
 
-    def _ended(
+    def _after_last_failure(
         self,
         impl: OpImpl,
         error: Exception,
@@ -466,22 +471,24 @@ class Plan:
         for impl_id, (_, reason) in reasons.items():
             error.add_note(f"{self._op_name}: {impl_id!r}, tried before {impl.impl_id!r}, {reason}")
         ended = f"{impl.impl_id!r}, tried next, ended the call with {type(error).__name__}"
-        self._blame(faults, ended, args, kwargs)
+        self._quarantine_failed(faults, ended, args, kwargs)
 
-    def _blame(self, faults: Sequence[Fault], then: str, args: Args, kwargs: Kwargs) -> None:
+    def _quarantine_failed(
+        self, faults: Sequence[Fault], then: str, args: Args, kwargs: Kwargs
+    ) -> None:
         """Quarantine what has failed, and warn of each; ``then`` says what followed."""
-        for failed, kind, said in faults:
-            aside, new = self._set_aside(failed, said, args, kwargs)
-            told = f"{self._op_name}/{failed.impl_id}: {kind}"
-            if not (new if aside else self._manager.is_new(told)):
+        for failed, kind, error_details in faults:
+            quarantined, new = self._quarantine_impl(failed, error_details, args, kwargs)
+            message = f"{self._op_name}/{failed.impl_id}: {kind}"
+            if not (new if quarantined else self._manager.is_new_warning(message)):
                 continue  # warned of before: it fails at each such call, or in several threads
             logger.warning(
                 "Op %r: %r failed (%s) and is %s; %s",
                 self._op_name,
                 failed.impl_id,
-                said,
+                error_details,
                 "in quarantine for this device and dtype until reset_quarantine()"
-                if aside
+                if quarantined
                 else "tried again next time, as this call has tensors that are not ordinary "
                 "ones (further failures like this are not logged)",
                 then,

@@ -318,7 +318,7 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
         path = given["TE_FL_POLICY_FILE"]
         weaker = load_policy_file(path)
         file = {it: f"{it} in {path} (TE_FL_POLICY_FILE)" for it in weaker.to_dict()}
-        origins = _said_by(origins, file)
+        origins = _merge_origins(origins, file)
         policy = policy.over(weaker)
     return Environment(
         policy,
@@ -331,7 +331,7 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
     )
 
 
-def _said_by(stronger: Mapping[str, str], weaker: Mapping[str, str]) -> dict[str, str]:
+def _merge_origins(stronger: Mapping[str, str], weaker: Mapping[str, str]) -> dict[str, str]:
     """The source of each field: the stronger one, or both for a restriction that both set."""
     said = {**weaker, **stronger}
     for field in RESTRICTIONS:
@@ -701,7 +701,7 @@ def effective_policy(scope: Scope | None = None) -> EffectivePolicy:
     )
     origins: dict[str, str] = {}
     for _, said in sources:
-        origins = _said_by(origins, said)
+        origins = _merge_origins(origins, said)
     origins = dict.fromkeys(FIELDS, "default") | origins
     return EffectivePolicy(policy, MappingProxyType(origins), sources)
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from transformer_engine_fl.core.blame import ON_BEHALF, of_the_caller, said
+from transformer_engine_fl.core.blame import INTERNAL_PATHS, caused_by_caller, error_details
 from transformer_engine_fl.core.contract import (
     Contract,
     Fit,
-    asked,
+    adapt_predicate,
     check_predicate,
     fit,
     signature_of,
@@ -44,14 +44,14 @@ CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
 """Where the contracts are: named, not imported, because the catalogue builds on core."""
 
 
-_TOLD: Final[set[tuple[str, str]]] = set()
+_WARNED: Final[set[tuple[str, str]]] = set()
 """Faults that were warned of: (where the implementation was registered, what is broken)."""
 
 _PATIENCE: Final = 2.0
 """Seconds that a thread waits while another calls a probe. The other thread may in turn wait
 for this one, e.g. for a module that this one is importing."""
 
-_NEVER_ASKED: Final = ForkSafeLock()
+_NO_PROBE_LOCK: Final = ForkSafeLock()
 """The lock that all entries without a probe share; they have nothing to call under it."""
 
 
@@ -68,9 +68,9 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
-        "_asking",
         "_fit",
         "_fn",
+        "_probe_lock",
         "_probe_raised",
         "_unavailable",
         "broken",
@@ -86,14 +86,14 @@ class Entry:
         self.contract = contract
         self.supports = impl.supports
         if contract is not None and impl.supports is not None:
-            self.supports = asked(contract.signature, impl.supports)
+            self.supports = adapt_predicate(contract.signature, impl.supports)
         self.broken = False
         self._fn: Callable[..., Any] | None = None
         self._fit: Fit | None = None
         probed = bool(impl.is_available or impl.switched_off)
         self._unavailable: str | None = None if probed else ""
         self._probe_raised = False
-        self._asking = ForkSafeLock() if probed else _NEVER_ASKED
+        self._probe_lock = ForkSafeLock() if probed else _NO_PROBE_LOCK
         if not isinstance(impl.fn, str):
             self._settle(impl.fn)
 
@@ -118,7 +118,7 @@ class Entry:
         """Options of the contract that the implementation does not take."""
         return self._fit.missing if self._fit else {}
 
-    def taking_all(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def with_all_options(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, which runs it, made to accept every option of the contract."""
         if self.contract is None or not self.missing:
             return fn
@@ -141,9 +141,9 @@ class Entry:
     def unavailable(self) -> str | None:
         """Why this machine cannot run it; None if it can, as far as known. Calls its probe once."""
         if self._unavailable is None:
-            with self._asking.patiently(_PATIENCE):
+            with self._probe_lock.patiently(_PATIENCE):
                 if self._unavailable is None:
-                    self._unavailable = self._ask()
+                    self._unavailable = self._probe()
         return self._unavailable or None
 
     def ask_again(self) -> None:
@@ -151,7 +151,7 @@ class Entry:
 
         A stand-in always forgets the answer, as its probe asks another implementation.
         """
-        with self._asking.patiently(_PATIENCE):
+        with self._probe_lock.patiently(_PATIENCE):
             if self._probe_raised or self.impl.stand_in:
                 self._probe_raised, self._unavailable = False, None
 
@@ -170,11 +170,11 @@ class Entry:
         try:
             return self.impl.switched_off() or None
         except BaseException as error:
-            if of_the_caller(error):
+            if caused_by_caller(error):
                 raise
-            return self._told("its switch", f"switched_off() raised {said(error)}")
+            return self._warn_once("its switch", f"switched_off() raised {error_details(error)}")
 
-    def _ask(self) -> str:
+    def _probe(self) -> str:
         if (off := self.switched_off()) is not None:
             return off
         if self.impl.is_available is None:
@@ -182,10 +182,10 @@ class Entry:
         try:
             answer = self.impl.is_available()
         except BaseException as error:
-            if of_the_caller(error):
+            if caused_by_caller(error):
                 raise
             self._probe_raised = True
-            return self._told("its probe", f"is_available() raised {said(error)}")
+            return self._warn_once("its probe", f"is_available() raised {error_details(error)}")
         if answer is True:
             return ""
         return answer if isinstance(answer, str) and answer else "is_available() says no"
@@ -195,31 +195,31 @@ class Entry:
         try:
             fn = load_attribute(reference)
             if not callable(fn):
-                return self._told(reference, f"{reference} is not callable")
+                return self._warn_once(reference, f"{reference} is not callable")
             self._settle(fn)
         except SignatureMismatchError as error:
-            return self._told(reference, f"{error}\n  registered at  {self.where}")
+            return self._warn_once(reference, f"{error}\n  registered at  {self.where}")
         except PluginError as error:
-            if of_the_caller(error):
+            if caused_by_caller(error):
                 raise
             self.broken = True
             return str(error) or type(error).__name__  # an empty text would say that it is loaded
         except BaseException as error:
-            if of_the_caller(error):  # it may load later: uninterrupted, or with more stack
+            if caused_by_caller(error):  # it may load later: uninterrupted, or with more stack
                 raise
             module = reference.partition(":")[0]
-            return self._told(module, f"cannot import {reference}: {said(error)}")
+            return self._warn_once(module, f"cannot import {reference}: {error_details(error)}")
         return ""
 
     def predicate_broken(self, problem: str) -> None:
         """Warn, once, that its ``supports`` has raised."""
         what = f"the check of {self.impl.label}"
-        self._told(what, f"supports() raised {problem}, which counts as a decline")
+        self._warn_once(what, f"supports() raised {problem}, which counts as a decline")
 
-    def _told(self, what: str, problem: str) -> str:
+    def _warn_once(self, what: str, problem: str) -> str:
         """Return a fault; warn of it once for all implementations registered at one place."""
-        if (self.where, what) not in _TOLD:
-            _TOLD.add((self.where, what))
+        if (self.where, what) not in _WARNED:
+            _WARNED.add((self.where, what))
             logger.warning(
                 "%s: %s; it is skipped (registered for %r at %s)",
                 self.impl.impl_id,
@@ -315,14 +315,14 @@ class OpRegistry:
             operators = dict(before.operators)
             for entry in entries:
                 op_name = self.canonical(entry.impl.op_name)
-                operators[op_name] = _joined_by(entry, operators.get(op_name, ()))
+                operators[op_name] = _with_entry(entry, operators.get(op_name, ()))
             sources = dict(before.sources)
             if source is not None:
                 sources[source[0]] = source[1]
             self._snapshot = Snapshot(
                 MappingProxyType(operators), MappingProxyType(sources), before.version + 1
             )
-        self._tell(frozenset(self.canonical(entry.impl.op_name) for entry in entries))
+        self._notify_listeners(frozenset(self.canonical(entry.impl.op_name) for entry in entries))
 
     @contextlib.contextmanager
     def transaction(self, source: str) -> Iterator[StagedRegistry]:
@@ -377,9 +377,9 @@ class OpRegistry:
         with self._lock:
             before = self._snapshot
             self._snapshot = Snapshot(version=before.version + 1)
-        self._tell(frozenset(before.operators))
+        self._notify_listeners(frozenset(before.operators))
 
-    def _tell(self, changed: frozenset[str]) -> None:
+    def _notify_listeners(self, changed: frozenset[str]) -> None:
         """Call the listeners, outside our lock: one may hold its own while it calls us."""
         with self._lock:
             listeners = list(self._listeners) if changed else []
@@ -419,7 +419,7 @@ class StagedRegistry(OpRegistry):
         self.added.extend(entries)
 
 
-def _joined_by(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def _with_entry(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """The entries so far, and one more; of two with the same id, a stand-in gives way.
 
     Raises:
@@ -443,7 +443,7 @@ def _joined_by(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
 def _caller() -> str:
     """``file:line`` of the nearest frame outside core."""
     frame = inspect.currentframe()
-    ours = (*ON_BEHALF, contextlib.__file__)
+    ours = (*INTERNAL_PATHS, contextlib.__file__)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown location"

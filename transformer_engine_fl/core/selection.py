@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer_engine_fl.core.blame import of_the_caller, said, worded
+from transformer_engine_fl.core.blame import caused_by_caller, error_details, error_text
 from transformer_engine_fl.core.contract import same
 from transformer_engine_fl.core.errors import ConfigurationError, NotSupportedError
 from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
@@ -225,8 +225,8 @@ def select(
                 held = f"in quarantine after a fault: {why}; until reset_quarantine()"
                 rejected = "quarantine", held
         if rejected is None:
-            said_by = policy.origins["prefer" if order is None else "per_op_order"]
-            reason = _accepted(impl, facts, tokens, said_by, call is not None)
+            origin = policy.origins["prefer" if order is None else "per_op_order"]
+            reason = _accepted(impl, facts, tokens, origin, call is not None)
             verdicts.append(Verdict(impl, True, reason))
         else:
             verdicts.append(Verdict(impl, False, rejected[1], rejected[0]))
@@ -411,24 +411,24 @@ def ask_supports(
     try:
         answer = ask(*call[0], **call[1])
     except NotSupportedError as error:
-        return f"supports() raised {worded(error)}"
+        return f"supports() raised {error_text(error)}"
     except BaseException as error:
         fatal = isinstance(error, Exception) and is_fatal(error)
-        if fatal or isinstance(error, ConfigurationError) or of_the_caller(error):
+        if fatal or isinstance(error, ConfigurationError) or caused_by_caller(error):
             raise
         if entry.contract is None or entry.contract.objection(*call) is None:
-            entry.predicate_broken(said(error))
-        return f"supports() raised {worded(error)}"
+            entry.predicate_broken(error_details(error))
+        return f"supports() raised {error_text(error)}"
     if answer is True:
         return None
     return answer if isinstance(answer, str) and answer else f"supports() returned {answer!r}"
 
 
 def _accepted(
-    impl: OpImpl, facts: Facts, tokens: Sequence[Selector], said_by: str, judged_call: bool
+    impl: OpImpl, facts: Facts, tokens: Sequence[Selector], origin: str, judged_call: bool
 ) -> str:
     place = _place(impl, tokens)
-    reason = f"choice {place + 1}, {str(tokens[place])!r} ({said_by})"
+    reason = f"choice {place + 1}, {str(tokens[place])!r} ({origin})"
     wanted = (
         ("device", impl.devices),
         ("dtype", impl.supported_dtypes),

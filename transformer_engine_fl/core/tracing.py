@@ -52,41 +52,41 @@ def in_compiled_code(traced: Callable[..., Any]) -> Callable[[Function], Functio
     return decorate
 
 
-class _Above:
+class _LateImports:
     """What is imported late, for the trace to read."""
 
     call: Callable[..., Any]
     default_manager: Any = None
 
 
-_ABOVE: Final = _Above()
+_LATE_IMPORTS: Final = _LateImports()
 
 
 @constant
 def _fetch() -> None:
-    _ABOVE.call = load_attribute(TRACED_CALL)
+    _LATE_IMPORTS.call = load_attribute(TRACED_CALL)
 
 
 def traced_call(manager: Any, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     """``manager.call`` in compiled code."""
     _fetch()
-    return _ABOVE.call(manager, op_name, args, kwargs)
+    return _LATE_IMPORTS.call(manager, op_name, args, kwargs)
 
 
 @constant
 def _fetch_default_manager() -> None:
-    _ABOVE.default_manager = load_attribute(DEFAULT_MANAGER)()
+    _LATE_IMPORTS.default_manager = load_attribute(DEFAULT_MANAGER)()
 
 
 def forget_default_manager() -> None:
     """Forget the default manager, which is another one from now on; compiled code notices."""
-    _ABOVE.default_manager = None
+    _LATE_IMPORTS.default_manager = None
 
 
 def traced_default_manager() -> Any:
     """``get_default_manager()`` in compiled code."""
     _fetch_default_manager()
-    return _ABOVE.default_manager
+    return _LATE_IMPORTS.default_manager
 
 
 def traced_default_call(op_name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError, 
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.ops import CATALOGUE
 
-__all__ = ["Gradients", "apply", "first_derivative", "outputs_of", "records", "witness"]
+__all__ = ["Gradients", "apply", "checked_outputs", "first_derivative", "records", "witness"]
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -145,7 +145,7 @@ class _Differentiable(torch.autograd.Function):
         first = next(iter(CATALOGUE[backward.op].signature.parameters))
         ctx.grads = backward.output_grads or (first,)
         returned = outputs[: len(ctx.grads) if wanted is None else wanted]
-        hidden = (witness(outputs[0]),) if _hides(backward, saved, len(returned)) else ()
+        hidden = (witness(outputs[0]),) if _needs_witness(backward, saved, len(returned)) else ()
         ctx.save_for_backward(*saved.values(), *hidden)
         # Lists are copied: the caller may change them before the backward runs.
         ctx.options = {
@@ -244,7 +244,7 @@ def apply(
     return result[:outputs]
 
 
-def _hides(backward: Backward, saved: dict[str, Tensor | None], returned: int) -> bool:
+def _needs_witness(backward: Backward, saved: dict[str, Tensor | None], returned: int) -> bool:
     """Whether saved values depend on the inputs and autograd cannot see it: see :func:`witness`."""
     differentiable = min(returned, len(backward.output_grads) or 1)
     numbers = False
@@ -293,10 +293,10 @@ def _outputs(
     return outputs[0].unbind() if backward is not None and backward.unbind else outputs
 
 
-def outputs_of(
+def checked_outputs(
     op_name: str,
     count: int,
-    needed: Sequence[int],
+    required: Sequence[int],
     args: Sequence[Any],
     keywords: dict[str, Any],
     run: Run | None = None,
@@ -305,7 +305,7 @@ def outputs_of(
 
     Args:
         count: how many outputs the operator has; an operator with one returns a tensor.
-        needed: indices of the outputs that must be tensors.
+        required: indices of the outputs that must be tensors.
         run: the implementation that runs it; by default the one that the policy chooses.
 
     Raises:
@@ -316,10 +316,10 @@ def outputs_of(
     if not isinstance(outputs, tuple) or len(outputs) != count:
         kinds = _kinds(value if isinstance(value, tuple) else (value,))
         raise TeFlError(
-            f"{op_name}: {_whose(op_name, run, args, keywords)} returned ({kinds}); the contract "
-            f"requires {count} outputs, in a tuple{_verify(op_name)}"
+            f"{op_name}: {_implementation_name(op_name, run, args, keywords)} returned ({kinds}); "
+            f"the contract requires {count} outputs, in a tuple{_verify(op_name)}"
         )
-    for place in needed:
+    for place in required:
         if not isinstance(outputs[place], Tensor):
             raise _no_tensor(op_name, run, place, outputs[place], args, keywords)
     return outputs
@@ -334,10 +334,10 @@ def _no_tensor(
     keywords: dict[str, Any],
 ) -> TeFlError:
     """The error for an output that should be a tensor; names the implementation."""
-    whose = _whose(op_name, run, args, keywords)
+    implementation = _implementation_name(op_name, run, args, keywords)
     kind = "None" if found is None else f"a {type(found).__name__}"
     return TeFlError(
-        f"{op_name}: output {place} of {whose} is {kind}; the contract requires a tensor "
+        f"{op_name}: output {place} of {implementation} is {kind}; the contract requires a tensor "
         f"there, and several outputs in a tuple{_verify(op_name)}"
     )
 
@@ -351,7 +351,9 @@ def _no_gradient(backward: Backward, found: tuple[Any, ...]) -> TeFlError:
     )
 
 
-def _whose(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]) -> str:
+def _implementation_name(
+    op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]
+) -> str:
     """The implementation that such calls are dispatched to, for an error message."""
     chosen = None
     if run is None:

@@ -17,8 +17,8 @@ from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.functional._differentiable import (
     Gradients,
+    checked_outputs,
     first_derivative,
-    outputs_of,
     records,
     witness,
 )
@@ -62,10 +62,10 @@ def linear(
         expected = f"[out, in], dtype of the input, which ends with in: {check.describe(input)}"
         raise ArgumentError("linear", "weight", check.describe(weight), expected)
     if not records("linear", input, weight, bias):
-        options = _given(bias=bias, gelu=gelu or None)
-        output: Tensor = outputs_of("generic_gemm", 3, (0,), (weight, input), options)[0]
+        options = _without_none(bias=bias, gelu=gelu or None)
+        output: Tensor = checked_outputs("generic_gemm", 3, (0,), (weight, input), options)[0]
         return output
-    given = _apart(input, weight, bias)
+    given = _distinct_tensors(input, weight, bias)
     output, *_ = _Linear.apply(gelu, main_grad, *given)  # type: ignore[no-untyped-call]
     return output
 
@@ -105,18 +105,18 @@ def grouped_linear(
             raise ArgumentError("grouped_linear", name, f"{len(value)} tensors", expected)
     added = () if biases is None else tuple(biases)
     if not records("grouped_linear", input, *weights, *added):
-        options = _given(bias=list(added) or None, gelu=gelu or None)
+        options = _without_none(bias=list(added) or None, gelu=gelu or None)
         call = list(weights), [input], list(m_splits)
-        output: Tensor = outputs_of("te_general_grouped_gemm", 3, (0,), call, options)[0]
+        output: Tensor = checked_outputs("te_general_grouped_gemm", 3, (0,), call, options)[0]
         return output
     into = None if main_grads is None else list(main_grads)
     output, *_ = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        gelu, into, list(m_splits), *_apart(input, *weights, *added)
+        gelu, into, list(m_splits), *_distinct_tensors(input, *weights, *added)
     )
     return output
 
 
-def _apart(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+def _distinct_tensors(*tensors: Tensor | None) -> Sequence[Tensor | None]:
     """The tensors; a view for each repeated one under torch.compile, which accepts each once."""
     if not torch.compiler.is_compiling():
         return tensors
@@ -150,7 +150,7 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        options = _given(bias=bias, gelu=gelu or None)
+        options = _without_none(bias=bias, gelu=gelu or None)
         output, pre_gelu = _forward(ctx, "generic_gemm", (weight, input), options)
         _, _, of_input, of_weight, _ = ctx.needs_input_grad
         kept = input if of_weight else None, weight if of_input else None
@@ -189,7 +189,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         groups = len(m_splits)
         weights, biases = list(parameters[:groups]), list(parameters[groups:])
-        options = _given(bias=biases or None, gelu=gelu or None)
+        options = _without_none(bias=biases or None, gelu=gelu or None)
         call = weights, [input], m_splits
         output, pre_gelu = _forward(ctx, "te_general_grouped_gemm", call, options)
         of_input, *wanted = ctx.needs_input_grad[3:]
@@ -232,8 +232,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The output and the input of GELU; fixes which implementations run the backward."""
     manager = get_default_manager()
-    needed = (0, 2) if "gelu" in options else (0,)
-    output, _, pre_gelu = outputs_of(op_name, 3, needed, tensors, options)
+    required = (0, 2) if "gelu" in options else (0,)
+    output, _, pre_gelu = checked_outputs(op_name, 3, required, tensors, options)
     ctx.op_name = op_name
     ctx.gemm = manager.pin(op_name)
     ctx.dgelu = manager.pin("dgelu") if "gelu" in options else None
@@ -244,8 +244,8 @@ def _product(
     ctx: Any, tensors: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor | None, Any]:
     """A product of the backward (None if it is accumulated), and the bias's gradient if wanted."""
-    needed = [0] * ("accumulate_into" not in options) + [1] * ("bias_grad" in options)
-    product, of_bias, _ = outputs_of(ctx.op_name, 3, needed, tensors, options, ctx.gemm)
+    required = [0] * ("accumulate_into" not in options) + [1] * ("bias_grad" in options)
+    product, of_bias, _ = checked_outputs(ctx.op_name, 3, required, tensors, options, ctx.gemm)
     return product, of_bias
 
 
@@ -265,11 +265,11 @@ def _sum_of_rows(grad: Tensor) -> Tensor:
 def _wgrad(bias_grad: bool, main_grad: Any) -> dict[str, Any]:
     """The options of the product that computes the weight's gradient."""
     flags = {"transa": False, "transb": True}
-    return flags | _given(
+    return flags | _without_none(
         grad=bias_grad or None, bias_grad=bias_grad or None, accumulate_into=main_grad
     )
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     """The options that are not None: an implementation need not have every option."""
     return {name: value for name, value in options.items() if value is not None}

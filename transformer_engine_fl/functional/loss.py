@@ -12,8 +12,8 @@ from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.functional._differentiable import (
     Gradients,
     apply,
+    checked_outputs,
     first_derivative,
-    outputs_of,
     records,
 )
 from transformer_engine_fl.ops import _checks as check
@@ -242,8 +242,8 @@ def _shard(
     input: Any, group: Any, vocab_start: int | None, vocab_size: int | None
 ) -> tuple[int, int]:
     """(word of the first column, words in all shards)."""
-    there = torch.distributed.is_available()
-    if not there or not isinstance(group, torch.distributed.ProcessGroup):
+    available = torch.distributed.is_available()
+    if not available or not isinstance(group, torch.distributed.ProcessGroup):
         expected = "None or a torch.distributed.ProcessGroup that this rank is in"
         raise ArgumentError("cross_entropy", "process_group", check.describe(group), expected)
     # The contract's check reports an input that is no tensor of logits.
@@ -309,17 +309,17 @@ class _WithGradient(torch.autograd.Function):
         grad_loss = each.expand(target.shape)
         before, behind = parameters[:1], parameters[1:]
         call = input, *before, target, grad_loss, *behind
-        there = [place for place, it in enumerate((input, *parameters)) if it is not None]
-        needed = 0, 1, *(2 + place for place in there)
+        present = [place for place, it in enumerate((input, *parameters)) if it is not None]
+        required = 0, 1, *(2 + place for place in present)
         outputs = 3 + len(parameters)
-        loss, lse, *gradients = outputs_of(f"{op}_fwd_bwd", outputs, needed, call, options)
+        loss, lse, *gradients = checked_outputs(f"{op}_fwd_bwd", outputs, required, call, options)
         ctx.save_for_backward(grad_loss, input, *before, target, lse, *behind, *gradients)
-        ctx.count, ctx.there = len(gradients), there
+        ctx.count, ctx.present = len(gradients), present
         ctx.op, ctx.op_name = op, f"{op}_fwd_bwd"
         ctx.scale = manager.pin("multi_tensor_scale_tensor")
         ctx.again = manager.pin(f"{op}_bwd")
         ctx.options = options
-        ctx.given_out = False
+        ctx.gradients_returned = False
         total: Tensor = loss.sum()
         return total if count is None else total / count
 
@@ -328,19 +328,21 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
         grad_loss, *others = saved[: -ctx.count]
         assert grad_loss is not None  # invariant: the forward saved it
-        if ctx.given_out or is_transformed(grad):  # a batch does not fit the saved gradients
+        if ctx.gradients_returned or is_transformed(
+            grad
+        ):  # a batch does not fit the saved gradients
             call = grad_loss * grad, *others
-            gradients: Gradients = outputs_of(
-                f"{ctx.op}_bwd", ctx.count, ctx.there, call, ctx.options, ctx.again
+            gradients: Gradients = checked_outputs(
+                f"{ctx.op}_bwd", ctx.count, ctx.present, call, ctx.options, ctx.again
             )
         else:
             # The saved gradients are scaled in place, and their new owner may write them. ``data``
             # hides those writes from autograd, which checks saved tensors for changes: these are
             # never read from there again.
-            ctx.given_out = True
+            ctx.gradients_returned = True
             gradients = tuple(None if it is None else it.data for it in saved[-ctx.count :])
-            there = [it for it in gradients if it is not None]
-            ctx.scale(there, there, grad.reshape(1))
+            present = [it for it in gradients if it is not None]
+            ctx.scale(present, present, grad.reshape(1))
         return None, None, None, None, *gradients
 
 
@@ -364,7 +366,7 @@ class _VocabularyParallel(torch.autograd.Function):
             "softcap": softcap,
         }
         call = input, target
-        (stats,) = outputs_of("cross_entropy_partial_fwd", 1, (0,), call, of_columns)
+        (stats,) = checked_outputs("cross_entropy_partial_fwd", 1, (0,), call, of_columns)
         gathered = stats.new_empty((group.size(), *stats.shape))
         _gather(gathered.view(-1), stats.view(-1), group)
         of_all = {
@@ -373,7 +375,7 @@ class _VocabularyParallel(torch.autograd.Function):
             "ignore_index": ignore_index,
             "z_loss": options["z_loss"],
         }
-        loss, lse = outputs_of("cross_entropy_merge", 2, (0, 1), (gathered, target), of_all)
+        loss, lse = checked_outputs("cross_entropy_merge", 2, (0, 1), (gathered, target), of_all)
         ctx.save_for_backward(input, target, lse)
         ctx.op_name = "cross_entropy_partial_fwd"
         ctx.run = get_default_manager().pin("cross_entropy_bwd")
@@ -384,5 +386,5 @@ class _VocabularyParallel(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, saved: Gradients, grad_loss: Tensor, grad_lse: Tensor) -> Gradients:
         call = grad_loss, *saved, grad_lse
-        outputs = outputs_of("cross_entropy_bwd", 1, (0,), call, ctx.options, ctx.run)
+        outputs = checked_outputs("cross_entropy_bwd", 1, (0,), call, ctx.options, ctx.run)
         return *outputs, None, None, None, None, None

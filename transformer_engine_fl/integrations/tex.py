@@ -308,17 +308,17 @@ def _squares(op_name: str, scores: Tensor) -> Tensor:
     return torch.cat([squares, squares.new_zeros(over, keys, keys)]) if over else squares
 
 
-Taken = Callable[[str, Tensor], Tensor]
+Prepare = Callable[[str, Tensor], Tensor]
 """Reshapes dense scores for a function, or declines."""
 
 
-def _softmax(taken: Taken) -> Callable[[str, Function, Named], Function]:
+def _softmax(prepare: Prepare) -> Callable[[str, Function, Named], Function]:
     def make(op_name: str, function: Function, named: Named) -> Function:
         def forward(input: Tensor, scale: float = 1.0) -> Tensor:
             CATALOGUE[op_name].check(input, scale)
             (input,) = _plain(op_name, input=input)
             with torch.no_grad(), _on(input):
-                output: Tensor = function(taken(op_name, input), scale)
+                output: Tensor = function(prepare(op_name, input), scale)
             return output.view(-1)[: input.numel()].view(input.shape)
 
         return forward
@@ -344,7 +344,7 @@ def _masked_softmax(op_name: str, function: Function, named: Named) -> Function:
     return forward
 
 
-def _softmax_backward(taken: Taken) -> Callable[[str, Function, Named], Function]:
+def _softmax_backward(prepare: Prepare) -> Callable[[str, Function, Named], Function]:
     def make(op_name: str, function: Function, named: Named) -> Function:
         def backward(output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0) -> Tensor:
             CATALOGUE[op_name].check(output_grad, softmax_output, scale)
@@ -352,9 +352,9 @@ def _softmax_backward(taken: Taken) -> Callable[[str, Function, Named], Function
             grad, output = _plain(op_name, **given)
             _one_dtype(op_name, output_grad=grad, softmax_output=output)
             with torch.no_grad(), _on(output):
-                scores = taken(op_name, output)
+                scores = prepare(op_name, output)
                 # Some releases write the result over the gradient that they are given.
-                result: Tensor = function(taken(op_name, grad.clone()), scores, scale)
+                result: Tensor = function(prepare(op_name, grad.clone()), scores, scale)
             return result.view(-1)[: output.numel()].view(output.shape)
 
         return backward

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from transformer_engine_fl.core.blame import BETWEEN, behind, worded
+from transformer_engine_fl.core.blame import INTERMEDIATE_FILES, error_text, exception_chain
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
@@ -20,7 +20,7 @@ __all__ = ["TorchTensors", "facts_of", "first_tensor", "is_transformed"]
 
 # Frames between a call and its implementation, which may be decorated with one of torch's
 # contexts, compiled, or run by autograd.
-BETWEEN.update(
+INTERMEDIATE_FILES.update(
     str(Path(torch.__file__).parent / file)
     for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py", "autograd/function.py")
 )
@@ -105,7 +105,7 @@ class TorchTensors:
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether it is out of memory or a sticky device error, or was caused by one."""
-        return any(_ends_it(it) for it in behind(error))
+        return any(_is_fatal_itself(it) for it in exception_chain(error))
 
     def no_fallback(self, tensors: Iterable[torch.Tensor]) -> str | None:
         """Why a failure must be raised rather than fall back: capture, tracing or fake tensors."""
@@ -153,7 +153,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     )
 
 
-def _ends_it(error: BaseException) -> bool:
+def _is_fatal_itself(error: BaseException) -> bool:
     """Whether the error itself, regardless of its causes, forbids trying another implementation."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -161,7 +161,7 @@ def _ends_it(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
-    text = worded(error).lower()
+    text = error_text(error).lower()
     return any(phrase in text for phrase in (*_NO_MEMORY, *_LOST))
 
 

@@ -114,12 +114,12 @@ def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
         text = str(error.args[0]) if error.args else ""
         if isinstance(error, RuntimeError) and _is_fatal(text):
             raise
-        if not _objects(target, args, kwargs):
+        if not _contract_rejects(target, args, kwargs):
             _predicate_broken(target.name, f"{type(error).__name__}: {text}")
         return False
 
 
-def _objects(target: _Target, args: Args, kwargs: Kwargs) -> bool:
+def _contract_rejects(target: _Target, args: Args, kwargs: Kwargs) -> bool:
     """Whether the contract refuses the call: then the call, not ``supports``, may be at fault."""
     if target.check is None:
         return False
@@ -143,10 +143,10 @@ def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in names}
     if target.added:
         return target.run(*args, **kwargs, **target.added)
-    return _apart(target.run(*args, **kwargs))
+    return _as_views(target.run(*args, **kwargs))
 
 
-def _apart(result: Any) -> Any:
+def _as_views(result: Any) -> Any:
     """A view of each tensor of a result.
 
     Dynamo of torch 2.11 loses the gradient of an output that ``.to`` or ``.contiguous`` returned
@@ -154,7 +154,7 @@ def _apart(result: Any) -> Any:
     """
     if isinstance(result, Tensor):
         return result.view(result.shape)
-    return tuple(_apart(it) for it in result) if isinstance(result, tuple) else result
+    return tuple(_as_views(it) for it in result) if isinstance(result, tuple) else result
 
 
 def _target_name(entry: Entry) -> str:

@@ -724,7 +724,7 @@ def _padded(tensor: Tensor) -> Tensor:
     return inside.copy_(tensor)
 
 
-def _stepped(tensor: Tensor) -> Tensor:
+def _every_other(tensor: Tensor) -> Tensor:
     """Every other element of a larger tensor."""
     return tensor.repeat_interleave(2).view(-1)[::2].view(tensor.shape) if tensor.ndim else tensor
 
@@ -741,7 +741,7 @@ def _kinds(dtype: str, device: str) -> Iterator[tuple[str, _Maker, list[tuple[in
     for label, lay in (
         ("transposed", _transposed),
         ("padded rows", _padded),
-        ("strided", _stepped),
+        ("strided", _every_other),
     ):
         yield label, dataclasses.replace(plain, lay=lay), [(4, 6), (5, 3)]
 

@@ -251,7 +251,7 @@ def _angles(
     return torch.stack([sequence(length, n) for n in range(batch)], 1 - axis).unsqueeze(-2)
 
 
-def _turned(tokens: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+def _rotated(tokens: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Each pair (u, v) becomes (u cos a - v sin a, v cos b + u sin b)."""
     rotated = angles.shape[-1]
     first = slice(0, rotated, 2) if interleaved else slice(0, rotated // 2)
@@ -278,8 +278,8 @@ def _rope_oracle(
     import torch
 
     angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
-    turned = _turned(input[: len(angles)].double(), angles, interleaved)
-    return torch.cat([turned, input[len(angles) :].double()])
+    rotated = _rotated(input[: len(angles)].double(), angles, interleaved)
+    return torch.cat([rotated, input[len(angles) :].double()])
 
 
 def _rope_backward_oracle(output_grads: Tensor, freqs: Tensor, **options: Any) -> Tensor:

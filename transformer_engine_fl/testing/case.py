@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.contract import Between, Contract, Sample
 from transformer_engine_fl.core.errors import (
     ArgumentError,
@@ -99,7 +99,7 @@ class Case:
         except BaseException as error:  # also SystemExit, say
             if isinstance(error, KeyboardInterrupt) or _is_of_a_signal(error):
                 raise
-            raise ConformanceError(f"{self.name} raised {worded(error)}") from error
+            raise ConformanceError(f"{self.name} raised {error_text(error)}") from error
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
@@ -136,7 +136,7 @@ def cases(
         ConfigurationError: there is nothing to test: no contract, no such dtype or case,
             the set does not run on that device, or is switched off.
     """
-    here, wanted = _asked(impl_id, operators, dtypes, device, manager)
+    here, wanted = _select_entries(impl_id, operators, dtypes, device, manager)
     if only is None:
         return (case for it in here for case in _of_entry(*it, device, wanted))
     named = (case for name in only for case in _named(name, here, device, wanted))
@@ -148,7 +148,7 @@ def calls(impl_id: str, operator: str, dtype: str, device: str) -> Iterator[tupl
 
     Each has the name of the case that compares its values. Errors are those of :func:`cases`.
     """
-    here, _ = _asked(impl_id, (operator,), (dtype,), device, None)
+    here, _ = _select_entries(impl_id, (operator,), (dtype,), device, None)
     for entry, contract in here:
         for sample in contract.samples(dtype, device):
             name = f"{_label(entry, contract, dtype)}/values/{sample.label}"
@@ -162,7 +162,7 @@ def dtypes_of(
 
     Arguments and errors are those of :func:`cases`.
     """
-    here, wanted = _asked(impl_id, operators, dtypes, device, None)
+    here, wanted = _select_entries(impl_id, operators, dtypes, device, None)
     for entry, contract in here:
         for dtype in contract.dtypes:
             if _takes(entry, dtype, wanted):
@@ -214,7 +214,7 @@ def _runs_on(entry: Entry, kind: str) -> bool:
 Found = list[tuple[Entry, Contract[..., Any]]]
 
 
-def _asked(
+def _select_entries(
     impl_id: str,
     operators: Iterable[str] | None,
     dtypes: Iterable[str] | None,
@@ -240,9 +240,9 @@ def _asked(
             )
     if not any(_takes(entry, dtype, wanted) for entry, it in here for dtype in it.dtypes):
         claimed = {name for entry, _ in here for name in entry.impl.supported_dtypes or ()}
-        asked = known if wanted is None else sorted(wanted)
+        requested = known if wanted is None else sorted(wanted)
         raise ConfigurationError(
-            f"{impl_id!r} supports none of the dtypes to be tested ({', '.join(asked)}); its "
+            f"{impl_id!r} supports none of the dtypes to be tested ({', '.join(requested)}); its "
             f"supported_dtypes are {', '.join(sorted(claimed)) or 'none'}"
         )
     return here, wanted
@@ -273,8 +273,8 @@ def _with_contract(impl_id: str, operators: Iterable[str] | None, manager: OpMan
         for entry in registry.entries(name)
     }
     if impl_id not in known:
-        asked = impl_id.lower()
-        of_vendor = [repr(it) for it, vendor in known.items() if vendor and vendor == asked]
+        requested = impl_id.lower()
+        of_vendor = [repr(it) for it, vendor in known.items() if vendor and vendor == requested]
         hint = f"; vendor {impl_id!r} has {', '.join(sorted(of_vendor))}" if of_vendor else ""
         raise UnknownOperatorError(
             f"unknown implementation {impl_id!r}; known: "
@@ -353,7 +353,7 @@ def _of_dtype(
     typical = samples[0]
     for name, run in of(samples):
         yield Case(f"{label}/values/{name}", run.values, required=run.sample is typical)
-    for name, run in of(_unlike(contract, samples)):
+    for name, run in of(_one_of_each_kind(contract, samples)):
         yield Case(f"{label}/outputs never require grad/{name}", run.no_grad)
         yield Case(f"{label}/fake tensors/{name}", run.fake)
     for name, run in of([typical]):
@@ -370,14 +370,14 @@ def _of_dtype(
         for name, run in of(sizes):
             yield Case(f"{label}/deterministic/{name}", run.deterministic)
     if "batch_invariant" in traits:
-        some = {it.label: it for it in (*sizes, *_apart(contract, samples))}.values()
+        some = {it.label: it for it in (*sizes, *_misaligned_rows(contract, samples))}.values()
         for name, run in of(it for it in some if _rows_are_independent(contract, it)):
             yield Case(f"{label}/batch invariant/{name}", run.batch_invariant)
     for name, run in of(refused_calls(contract, samples)):
         yield Case(f"{label}/refuses/{name}", run.refused)
 
 
-def _unlike(contract: Contract[..., Any], samples: list[Sample]) -> Iterator[Sample]:
+def _one_of_each_kind(contract: Contract[..., Any], samples: list[Sample]) -> Iterator[Sample]:
     """The typical sample, one with an option, one that is not contiguous."""
 
     def strided(sample: Sample) -> bool:
@@ -405,7 +405,7 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
     return list({it.label: it for it in chosen}.values())
 
 
-def _apart(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
+def _misaligned_rows(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
     """A sample of padded, in themselves dense rows whose stride is no multiple of 16 bytes."""
 
     def is_odd(value: Any) -> bool:

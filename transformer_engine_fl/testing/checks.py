@@ -37,7 +37,7 @@ from transformer_engine_fl.testing.arguments import (
 )
 from transformer_engine_fl.testing.comparison import Worst, compare
 from transformer_engine_fl.testing.outcome import PASSED, ConformanceError, Outcome
-from transformer_engine_fl.testing.settings import left_alone
+from transformer_engine_fl.testing.settings import settings_unchanged
 
 __all__ = ["Declined", "Run", "row_ranges"]
 
@@ -122,7 +122,7 @@ class Run:
         """Fake and meta tensors give the right shapes, or are refused; nothing is launched."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        self.decline_beforehand(self.sample)
+        self.raise_if_declined(self.sample)
         expected = self.shapes()
         mode = FakeTensorMode()
         # Fake tensors come inside their mode's block, in which new tensors are fake as well.
@@ -227,7 +227,7 @@ class Run:
         reason = self.entry.unavailable() or self.entry.load()
         if reason is not None:
             raise self.error(f"not available: {reason}")
-        with left_alone():
+        with settings_unchanged():
             return self.entry.fn(*args, **kwargs)
 
     def serve(self, call: Sample) -> Values:
@@ -236,7 +236,7 @@ class Run:
         Raises:
             Declined: it does not take the call, as it says beforehand or when it is called.
         """
-        self.decline_beforehand(call)
+        self.raise_if_declined(call)
         passed = [*tensors((call.args, call.kwargs))]
         try:
             returned = self.call(call.args, call.kwargs)
@@ -260,7 +260,7 @@ class Run:
                 written = self.contract.decode(*written)
         return *results, *written
 
-    def decline_beforehand(self, call: Sample) -> None:
+    def raise_if_declined(self, call: Sample) -> None:
         """Raise Declined if dispatch would not make this call of the implementation."""
         self.entry.load()  # its options are known from its signature
         reason = options_decline(self.entry, call.args, call.kwargs)

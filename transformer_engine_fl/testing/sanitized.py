@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.testing.case import calls
 from transformer_engine_fl.testing.checks import Declined
 
@@ -59,7 +59,7 @@ def _make(
         except Declined as declined:
             outcome = {"declined": str(declined)[:_LONGEST]}
         except Exception as error:  # noqa: BLE001  # any error is reported
-            outcome = {"failed": worded(error)[:_LONGEST]}
+            outcome = {"failed": error_text(error)[:_LONGEST]}
         if device != "cpu":
             time.sleep(_PAUSE)
         _announce(**outcome)

@@ -23,7 +23,7 @@ from typing import Any, Final
 from transformer_engine_fl.core.errors import ConfigurationError
 from transformer_engine_fl.testing.sanitized import ANNOUNCED
 
-__all__ = ["PROGRAM", "TOOLS", "Part", "Process", "Told", "find", "version"]
+__all__ = ["PROGRAM", "TOOLS", "Part", "Process", "ToolReport", "find", "version"]
 
 PROGRAM: Final = "compute-sanitizer"
 
@@ -96,7 +96,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Told:
+class ToolReport:
     """A report of the tool, its call (None before the first), and how often it came in a row."""
 
     call: tuple[Part, str] | None
@@ -158,20 +158,20 @@ class Process:
         self.open = False
         self.reported = False
         self.counted: int | None = None
-        self._reports: list[Told] = []
+        self._reports: list[ToolReport] = []
 
-    def ask(self, part: Part, **order: Any) -> Iterator[dict[str, Any]]:
+    def make_calls(self, part: Part, **order: Any) -> Iterator[dict[str, Any]]:
         """Have it make calls; yields its announcements, until it is done or ends."""
         with contextlib.suppress(BrokenPipeError):
             self._input.write(json.dumps(dataclasses.asdict(part) | order) + "\n")
             self._input.flush()
         for line in self._lines():
-            told = json.loads(line)
-            self.open = "call" in told
+            event = json.loads(line)
+            self.open = "call" in event
             if self.open:
-                self.call = (part, told["call"])
-            yield told
-            if "done" in told:
+                self.call = (part, event["call"])
+            yield event
+            if "done" in event:
                 return
 
     def finish(self) -> None:
@@ -194,13 +194,13 @@ class Process:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    def take_reports(self) -> list[Told]:
+    def take_reports(self) -> list[ToolReport]:
         """The reports since the last call of this."""
         self._merge()
         taken, self._reports, self._is_report = self._reports, [], False
         return taken
 
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """The last lines of its output; of the tool's lines only the first of each report."""
         return " | ".join(self._last) or "no output"
 
@@ -228,7 +228,7 @@ class Process:
             self.counted = int(summary[1])
         if self._is_report:
             self._merge()
-            self._reports.append(Told(self.call, [line]))
+            self._reports.append(ToolReport(self.call, [line]))
             self._last.append(line)
             self.reported = True
 

@@ -25,7 +25,7 @@ from transformer_engine_fl.testing.sanitizer import (
     TOOLS,
     Part,
     Process,
-    Told,
+    ToolReport,
     find,
     version,
 )
@@ -193,10 +193,12 @@ def sanitize(
     check_counts(every, jobs)
     program = find()
     start = time.perf_counter()
-    asked = None if operators is None else tuple(operators)
+    requested = None if operators is None else tuple(operators)
     of = None if dtypes is None else tuple(dtypes)
     names = None if only is None else tuple(only)
-    parts = [it for place in dict.fromkeys(on) for it in _parts(impl_id, asked, of, names, place)]
+    parts = [
+        it for place in dict.fromkeys(on) for it in _parts(impl_id, requested, of, names, place)
+    ]
     run = _Running(impl_id, tool, program, every, min(jobs, len(parts)))
     run.all(parts, stop_after, progress or (lambda *_: None))
     rows = {key: run.rows[key] for key in sorted(run.rows)}
@@ -351,26 +353,26 @@ class _Running:
             "after": after,
             "poisoned": self.tool != "initcheck",  # it must find memory uninitialised
         }
-        for told in process.ask(part, **order):
-            if "done" in told:
+        for event in process.make_calls(part, **order):
+            if "done" in event:
                 self._collect(process)
                 return None
-            if "call" in told:
+            if "call" in event:
                 after += 1
                 continue
             row.calls += 1
-            row.declined += "declined" in told
-            if "failed" in told:
-                self._failed(row, process, told["failed"])
+            row.declined += "declined" in event
+            if "failed" in event:
+                self._failed(row, process, event["failed"])
         self._collect(process)
         if self.stopped:
             self.under_way += [process.call[1]] if process.call and process.open else []
         elif process.open:
             row.calls += 1
-            self._failed(row, process, f"ended the process: {process.last_words()}")
+            self._failed(row, process, f"ended the process: {process.output_tail()}")
         elif after == first:
             raise TeFlError(
-                f"a process under {PROGRAM} ended before its first call: {process.last_words()}"
+                f"a process under {PROGRAM} ended before its first call: {process.output_tail()}"
             )
         return after
 
@@ -381,34 +383,34 @@ class _Running:
         if self.stopped:
             return
         if process.counted is None:
-            self._note(f"{PROGRAM} did not report its error count: {process.last_words()}")
+            self._note(f"{PROGRAM} did not report its error count: {process.output_tail()}")
         elif process.counted and not process.reported:
             self._note(f"{PROGRAM} counted {process.counted} errors, but reported none")
 
     def _failed(self, row: Row, process: Process, said: str) -> None:
         row.failed += 1
-        self._found("failed", None, Told(process.call, [said]))
+        self._found("failed", None, ToolReport(process.call, [said]))
 
     def _collect(self, process: Process) -> None:
         """Take over the tool's reports."""
-        for told in process.take_reports():
-            if told.call is None:
-                self._note(" ".join(told.lines[:SHOWN_LINES]))
+        for report in process.take_reports():
+            if report.call is None:
+                self._note(" ".join(report.lines[:SHOWN_LINES]))
             else:
-                self._found(told.kind, told.kernel, told)
+                self._found(report.kind, report.kernel, report)
 
-    def _found(self, kind: str, kernel: str | None, told: Told) -> None:
-        assert told.call is not None  # a report of no call is a note
-        part, case = told.call
-        key = (kind, part.operator, part.device, kernel, told.lines[0])
+    def _found(self, kind: str, kernel: str | None, report: ToolReport) -> None:
+        assert report.call is not None  # a report of no call is a note
+        part, case = report.call
+        key = (kind, part.operator, part.device, kernel, report.lines[0])
         with self._lock:
             if key not in self.findings:
                 again = reproduction(self.impl_id, case, part.device, "--sanitize", self.tool)
-                said = tuple(told.lines[:SHOWN_LINES])
+                said = tuple(report.lines[:SHOWN_LINES])
                 finding = Finding(kind, part.operator, part.device, kernel, said, again)
                 self.findings[key] = finding
             finding = self.findings[key]
-            finding.reports += told.count
+            finding.reports += report.count
             if case not in finding.cases:
                 finding.cases.append(case)
 

@@ -18,11 +18,11 @@ import torch
 from transformer_engine_fl.testing.machine import device_types
 from transformer_engine_fl.testing.outcome import ConformanceError
 
-__all__ = ["left_alone"]
+__all__ = ["settings_unchanged"]
 
 
 @contextlib.contextmanager
-def left_alone() -> Iterator[None]:
+def settings_unchanged() -> Iterator[None]:
     """A block that ends with torch's settings as they were.
 
     Raises:

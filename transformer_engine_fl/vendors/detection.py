@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any, Final
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors.info import VendorInfo
 
@@ -40,7 +40,7 @@ def torch_sees(device: str) -> bool:
             try:
                 return bool(question())
             except Exception as error:  # noqa: BLE001 - a vendor's module; its device counts as absent
-                logger.warning("torch.%s.%s() failed: %s", device, ask, worded(error))
+                logger.warning("torch.%s.%s() failed: %s", device, ask, error_text(error))
                 return False
     return False
 

@@ -171,8 +171,8 @@ def get_current_backend(device: str | None = None) -> BackendInfo | None:
     ]
     if not sharing:
         return None
-    wished = [info for info in sharing if f"vendor:{info.key}" == policy.prefer]
-    ranked = wished or sharing
+    preferred = [info for info in sharing if f"vendor:{info.key}" == policy.prefer]
+    ranked = preferred or sharing
     if len(ranked) > 1:
         ranked = [info for info in ranked if detection.answers(info)] or ranked
     return BackendRegistry.get_backend(ranked[0].vendor)
@@ -210,13 +210,15 @@ def get_op(
     device = _type_of(device)
     manager = get_default_manager()
     manager.ensure_initialized()
-    wish = SelectionPolicy(prefer=_wish(device, vendor))
-    whose = f" of vendor {vendor!r}" if vendor else ""
-    said = f"no implementation{whose} serves {op_name!r} on {device!r}"
+    preference = SelectionPolicy(prefer=_preferred_token(device, vendor))
+    of_vendor = f" of vendor {vendor!r}" if vendor else ""
+    said = f"no implementation{of_vendor} serves {op_name!r} on {device!r}"
     # Checked here: for an unknown name in a with block, the manager would warn about a block that
     # the user did not write.
-    unknown = next(unknown_names(EffectivePolicy(wish, {"prefer": said}), manager.registry), None)
-    with policy_context(prefer="vendor" if unknown else wish.prefer):
+    unknown = next(
+        unknown_names(EffectivePolicy(preference, {"prefer": said}), manager.registry), None
+    )
+    with policy_context(prefer="vendor" if unknown else preference.prefer):
         plan = manager.plan(op_name)
         decision = plan.explain(Facts(device=device, judged=frozenset({"device"})), None)
         chosen = decision.selected
@@ -227,7 +229,7 @@ def get_op(
         return plan.runnable(chosen, decision.facts)
 
 
-def _wish(device: str, vendor: str | None) -> str | None:
+def _preferred_token(device: str, vendor: str | None) -> str | None:
     """The policy's token for the vendor, or else the device's; None if the policy names one."""
     if vendor is not None:
         return str(Selector.parse(f"vendor:{vendor}", "get_op"))

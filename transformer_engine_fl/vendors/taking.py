@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from transformer_engine_fl.backends._arguments import Taking
 
-__all__ = ["Taker", "differentiating", "own", "recorded"]
+__all__ = ["Taker", "differentiating", "normal_tensor", "writable_copy"]
 
 
 class Taker:
@@ -48,7 +48,7 @@ class Taker:
             return f"{self._kernels} run on {', '.join(sorted(self._devices))}"
         return None
 
-    def taken(self, op: str, **tensors: Tensor) -> list[Tensor]:
+    def strided(self, op: str, **tensors: Tensor) -> list[Tensor]:
         """The tensors as plain strided tensors, with any strides.
 
         Raises:
@@ -60,8 +60,8 @@ class Taker:
         return plain
 
     def dense(self, op: str, **tensors: Tensor) -> list[Tensor]:
-        """As :meth:`taken`, and contiguous; copies where necessary."""
-        return [tensor.contiguous() for tensor in self.taken(op, **tensors)]
+        """As :meth:`strided`, and contiguous; copies where necessary."""
+        return [tensor.contiguous() for tensor in self.strided(op, **tensors)]
 
     def same_dtype(self, op: str, **tensors: Tensor) -> None:
         """Decline tensors of different dtypes."""
@@ -71,7 +71,7 @@ class Taker:
             raise NotSupportedError(f"{op}: {self._kernels} need tensors of one dtype; {said}")
 
 
-def own(tensor: Tensor) -> Tensor:
+def writable_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy that may be written."""
     import torch
 
@@ -87,6 +87,6 @@ def differentiating() -> Iterator[None]:
         yield
 
 
-def recorded(tensor: Tensor) -> Tensor:
+def normal_tensor(tensor: Tensor) -> Tensor:
     """A tensor that autograd may save: a copy if it was made in inference mode."""
-    return own(tensor) if tensor.is_inference() else tensor
+    return writable_copy(tensor) if tensor.is_inference() else tensor

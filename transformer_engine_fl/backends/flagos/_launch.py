@@ -41,7 +41,7 @@ from transformer_engine_fl.backends._exchange import (
     repeated_exchange,
     slots_for,
 )
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
@@ -450,7 +450,9 @@ class KernelCompileError(NotStartedError):
 
     def __init__(self, kernel: Any, device: torch.device, error: Exception) -> None:
         name = getattr(kernel, "__name__", type(kernel).__name__)
-        super().__init__(f"kernel {name!r} does not compile for {str(device)!r}: {worded(error)}")
+        super().__init__(
+            f"kernel {name!r} does not compile for {str(device)!r}: {error_text(error)}"
+        )
 
 
 def _register_share(offered: Limits, warps: int) -> int:

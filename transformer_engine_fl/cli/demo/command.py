@@ -117,8 +117,8 @@ def _compare(
     if json:
         first = next((outcome.run for outcome in outcomes if outcome.run), None)
         sets = [outcome_document(outcome, first) for outcome in outcomes]
-        said = {"notes": notes, "tolerance": tolerance(job.steps), "agree": agreed, "sets": sets}
-        print_json({**job_document(job), **said})
+        results = {"notes": notes, "tolerance": tolerance(job.steps), "agree": agreed, "sets": sets}
+        print_json({**job_document(job), **results})
     else:
         show_comparison(console(), outcomes, agreed=agreed)
     raise typer.Exit(0 if agreed else 1)
@@ -194,13 +194,13 @@ def _progress_bar(label: str, job: Job) -> Iterator[Progress]:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
     )
     with Bar(*columns, console=console(stderr=True), expand=True) as bar:
-        task = bar.add_task(label, total=job.steps, said="")
+        task = bar.add_task(label, total=job.steps, status="")
 
         def progress(done: int, loss: float, rate: float | None) -> None:
-            said = f"loss {loss:.3f}" + (f"  {rate:,.0f} tokens/s" if rate else "")
-            bar.update(task, completed=done, said=said)
+            status = f"loss {loss:.3f}" + (f"  {rate:,.0f} tokens/s" if rate else "")
+            bar.update(task, completed=done, status=status)
 
         yield progress

@@ -16,7 +16,7 @@ from transformer_engine_fl.cli.demo.model import Decoder, Shape
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.core.types import OpImpl
 
-__all__ = ["OPERATORS", "Job", "Progress", "Run", "Served", "train"]
+__all__ = ["OPERATORS", "Job", "Progress", "Run", "ServedCalls", "train"]
 
 OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 """The operators that the model dispatches."""
@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedCalls:
     """How often an implementation served an operator."""
 
     op: str
@@ -68,7 +68,7 @@ class Run:
     parameters: int
     seconds: float
     tokens_per_second: float | None
-    served: tuple[Served, ...] = ()
+    served: tuple[ServedCalls, ...] = ()
 
 
 def train(corpus: Corpus, job: Job, progress: Progress) -> Run:
@@ -80,7 +80,7 @@ def train(corpus: Corpus, job: Job, progress: Progress) -> Run:
     finally:
         undo()
     in_order = sorted(counts, key=lambda it: (it[0], it[1].impl_id))
-    served = tuple(Served(op, impl, counts[op, impl]) for op, impl in in_order)
+    served = tuple(ServedCalls(op, impl, counts[op, impl]) for op, impl in in_order)
     return dataclasses.replace(run, served=served)
 
 

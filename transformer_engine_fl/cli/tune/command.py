@@ -104,7 +104,7 @@ def tune(
         _show(results)
     for line in measuring.named(results):
         console(stderr=True).print(line, soft_wrap=True)
-    _tell_written(results, path)
+    _print_written(results, path)
     raise typer.Exit(0 if all(it.value for it in results) else 1)
 
 
@@ -221,15 +221,15 @@ def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Resu
     try:
         with progress_bar("tuning") as progress:
             for done, job in enumerate(jobs):
-                tell = partial(progress, done, len(jobs))
-                result = measuring.measure(job, device, measuring.median_ms, tell)
+                update = partial(progress, done, len(jobs))
+                result = measuring.measure(job, device, measuring.median_ms, update)
                 _write(path, result, device)
                 results.append(result)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             progress(len(jobs), len(jobs), "")
     except BaseException:  # an interrupt, too
-        _tell_written(results, path)
+        _print_written(results, path)
         raise
     forget()
     return results
@@ -239,7 +239,7 @@ def _any_written(results: Sequence[Result]) -> bool:
     return any(it.value for it in results)
 
 
-def _tell_written(results: Sequence[Result], path: Path) -> None:
+def _print_written(results: Sequence[Result], path: Path) -> None:
     if _any_written(results):
         console(stderr=True).print(f"written: {path}", soft_wrap=True)
 

@@ -15,8 +15,8 @@ import torch
 
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, Choice
 from transformer_engine_fl.backends.flagos.tuning.calls import CALLS, Calls, Shape
-from transformer_engine_fl.cli._processes import beforehand
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.cli._processes import run_in_processes
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import TeFlError
 from transformer_engine_fl.core.manager import get_default_manager
@@ -149,7 +149,7 @@ def compile_all(
     dtypes: Sequence[str],
     device: torch.device,
     processes: int,
-    tell: Callable[[int, int, str], None],
+    progress: Callable[[int, int, str], None],
 ) -> None:
     """Run every candidate of :func:`jobs` once, in several processes.
 
@@ -160,15 +160,15 @@ def compile_all(
         wanted, shapes, dtypes: as for :func:`jobs`.
         device: the device to run on.
         processes: how many.
-        tell: called with the jobs done, the total, and the job that was done last.
+        progress: called with the jobs done, the total, and the job that was done last.
     """
     question = ([CALLS.index(it) for it in wanted], shapes, dtypes, str(device))
     count = len(jobs(wanted, shapes, dtypes))
-    beforehand(
+    run_in_processes(
         partial(_rehearse, *question),
         range(count),
         processes,
-        lambda done, name: tell(done, count, name),
+        lambda done, name: progress(done, count, name),
     )
 
 
@@ -189,14 +189,16 @@ def _rehearse(
     return str(job)
 
 
-def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], None]) -> Result:
+def measure(
+    job: Job, device: torch.device, timer: Timer, progress: Callable[[str], None]
+) -> Result:
     """Measure every candidate.
 
     Args:
         job: the choice and the call.
         device: the device to measure on.
         timer: returns the milliseconds of a call.
-        tell: called with each candidate, as text, before it is measured.
+        progress: called with each candidate, as text, before it is measured.
 
     Raises:
         TeFlError: the call does not ask for this choice, or the device ran out of memory.
@@ -215,14 +217,14 @@ def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], 
     times: dict[Any, float] = {}
     discarded = []
     for value in values:
-        tell(f"{job}: {shown(value._asdict())}")
+        progress(f"{job}: {shown(value._asdict())}")
         with job.choice.trial(value):
             reason = _wrong(job, entry, checked, value)
             if reason is None:
                 try:
                     times[value] = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
                 except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
-                    reason = _said(job, error, value)
+                    reason = _error_line(job, error, value)
         if reason is not None:
             discarded.append(Discarded(value._asdict(), reason))
     return _result(job, key, first, times, len(values), discarded)
@@ -270,7 +272,7 @@ def _wrong(job: Job, entry: Entry, sample: Sample, value: Any) -> str | None:
     except ConformanceError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
-        return _said(job, error, value)
+        return _error_line(job, error, value)
     return None
 
 
@@ -278,20 +280,20 @@ def _attempt(job: Job, work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        raise TeFlError(f"{job}: {_said(job, error)}") from error
+        raise TeFlError(f"{job}: {_error_line(job, error)}") from error
 
 
-def _said(job: Job, error: Exception, value: Any = None) -> str:
+def _error_line(job: Job, error: Exception, value: Any = None) -> str:
     """An error in one line; ``value`` is the candidate under trial, if any.
 
     Raises:
         TeFlError: the error is fatal: nothing that follows could run either.
     """
-    line = worded(error).partition("\n")[0][:200]
+    line = error_text(error).partition("\n")[0][:200]
     if TorchTensors().is_fatal(error):
-        whose = job if value is None else f"{job}: {shown(value._asdict())}"
+        prefix = job if value is None else f"{job}: {shown(value._asdict())}"
         raise TeFlError(
-            f"{whose}: {line}; measuring has stopped; if the device is out of memory, give "
+            f"{prefix}: {line}; measuring has stopped; if the device is out of memory, give "
             "smaller --shapes"
         ) from error
     return line

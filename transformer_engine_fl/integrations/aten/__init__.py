@@ -229,7 +229,7 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _takes_without_owning() -> bool:
+def _stash_borrows() -> bool:
     """Whether torch stashes a thread's object without taking a reference, but releases one later.
 
     torch 2.11 does, and 2.13 does not. The object would be freed while it is still in use.
@@ -239,21 +239,21 @@ def _takes_without_owning() -> bool:
     torch._C._stash_obj_in_tls(f"{_TLS}.tried", stashed)
     if sys.getrefcount(stashed) > before:
         return False
-    _own_one_more(stashed)
+    _increment_refcount(stashed)
     return True
 
 
-def _own_one_more(value: object) -> None:
+def _increment_refcount(value: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-_OWES: Final = _takes_without_owning()
+_STASH_BORROWS: Final = _stash_borrows()
 
 
 def _stash(block: _Block | None) -> None:
     """Make the block visible to the threads of backwards that are called from now on."""
-    if _OWES:
-        _own_one_more(block)
+    if _STASH_BORROWS:
+        _increment_refcount(block)
     torch._C._stash_obj_in_tls(_TLS, block)
 
 
@@ -286,16 +286,16 @@ def _without_ended(block: _Block | None) -> _Block | None:
     return block
 
 
-_lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
+_enabled_block: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
     "te_fl_aten_enabled", default=None
 )
 
 
 def enable() -> None:
     """Route in this thread and context from now on, until :func:`disable`; calls do not add up."""
-    if _lasts() is None:
+    if _get_enabled_block() is None:
         _enter(None, None)
-        _lasting.set(_active.get())
+        _enabled_block.set(_active.get())
 
 
 def disable() -> None:
@@ -304,18 +304,18 @@ def disable() -> None:
     Raises:
         ConfigurationError: such a block has not ended.
     """
-    block = _lasts()
+    block = _get_enabled_block()
     if block is None:
         return
     if _current() is not block:
         raise ConfigurationError("disable(): leave the use_aten_ops block entered since enable()")
     _leave(block)
-    _lasting.set(None)
+    _enabled_block.set(None)
 
 
-def _lasts() -> _Block | None:
+def _get_enabled_block() -> _Block | None:
     """The block of :func:`enable`, if it applies here."""
-    block = _lasting.get()
+    block = _enabled_block.get()
     return block if _holding(block) is block else None
 
 
@@ -350,11 +350,11 @@ def prepared() -> OpManager:
 
 def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
     """The kernel that torch's dispatcher calls for an operator while a thread is routed."""
-    redispatch = _passing_on(op)
+    redispatch = _redispatcher(op)
     whole = after.has(BELOW)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        block = _current() or _handed_on()
+        block = _current() or _inherited_block()
         if (
             block is None
             or (block.only is not None and name not in block.only)
@@ -378,7 +378,7 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
                 with policy_context(block.scope.overlay):
                     result = block.routes.manager.call(name, *args, **kwargs)
         except AllCandidatesFailedError as error:
-            raise _own(error) from None
+            raise _native_error(error) from None
         except NotSupportedError:  # dispatch itself does not fall back during CUDA graph capture
             if effective_policy().policy.strict:
                 raise
@@ -402,7 +402,7 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _passing_on(op: Any) -> Callable[..., Any]:
+def _redispatcher(op: Any) -> Callable[..., Any]:
     """A function that passes a call on to torch as if it had not been routed.
 
     The dispatcher passes the 1 of ``x + 1`` to a Python kernel as a number, but ``redispatch`` does
@@ -427,7 +427,7 @@ def _passing_on(op: Any) -> Callable[..., Any]:
     return pass_on
 
 
-def _handed_on() -> _Block | None:
+def _inherited_block() -> _Block | None:
     """The block of the thread that called the backward which this thread runs."""
     if not torch._C._is_key_in_tls(_TLS):
         return None
@@ -476,12 +476,12 @@ def _as_autocast(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return autocast(name.removeprefix(PREFIX), args, device)
 
 
-def _own(error: AllCandidatesFailedError) -> BaseException:
+def _native_error(error: AllCandidatesFailedError) -> BaseException:
     """The error of torch's kernel, if it was tried last and raised; else ``error``."""
     verdicts = error.decision.verdicts if error.decision else ()
-    asked = any(it.impl.impl_id == NATIVE and it.cause == "failed" for it in verdicts)
+    native_failed = any(it.impl.impl_id == NATIVE and it.cause == "failed" for it in verdicts)
     cause = error.__cause__
-    return cause if asked and cause is not None else error
+    return cause if native_failed and cause is not None else error
 
 
 def _lost_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:

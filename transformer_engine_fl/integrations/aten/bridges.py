@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.errors import NotSupportedError
-from transformer_engine_fl.integrations.aten.layout import as_they_lie, laid_out, order
+from transformer_engine_fl.integrations.aten.layout import in_memory_order, laid_out, order
 
 __all__ = ["PARTS", "WHOLE", "Bridge", "autocast"]
 
 Run = Callable[..., Any]
 """A function with the signature of the contract's operator."""
 
-Served = Callable[[Run], Any]
+BoundCall = Callable[[Run], Any]
 
 
 class Bridge(NamedTuple):
@@ -36,12 +36,12 @@ class Bridge(NamedTuple):
 
     Attributes:
         operator: the contract's operator.
-        call: takes the ATen operator's arguments and returns a :data:`Served`, which runs the
+        call: takes the ATen operator's arguments and returns a :data:`BoundCall`, which runs the
             contract's operator.
     """
 
     operator: str
-    call: Callable[..., Served]
+    call: Callable[..., BoundCall]
 
 
 def _need(condition: bool, otherwise: str) -> None:
@@ -67,13 +67,13 @@ def _last(tensor: Tensor, dim: int) -> None:
 # --------------------------------------------------------------------------- activations
 
 
-def _unary(self: Tensor) -> Served:
-    return lambda run: as_they_lie(run, self, by=order(self))
+def _unary(self: Tensor) -> BoundCall:
+    return lambda run: in_memory_order(run, self, by=order(self))
 
 
-def _unary_backward(grad_output: Tensor, self: Tensor) -> Served:
+def _unary_backward(grad_output: Tensor, self: Tensor) -> BoundCall:
     _alike(grad_output, self)
-    return lambda run: as_they_lie(run, grad_output, self, by=order(grad_output, self))
+    return lambda run: in_memory_order(run, grad_output, self, by=order(grad_output, self))
 
 
 def _alike(grad_output: Tensor, self: Tensor) -> None:
@@ -81,27 +81,27 @@ def _alike(grad_output: Tensor, self: Tensor) -> None:
     _need(grad_output.shape == self.shape, "the gradient's shape differs from the input's")
 
 
-def _gelu(self: Tensor, *, approximate: str = "none") -> Served:
+def _gelu(self: Tensor, *, approximate: str = "none") -> BoundCall:
     _need(approximate == "tanh", "the contract's GELU is the tanh approximation")
     return _unary(self)
 
 
-def _gelu_backward(grad_output: Tensor, self: Tensor, *, approximate: str = "none") -> Served:
+def _gelu_backward(grad_output: Tensor, self: Tensor, *, approximate: str = "none") -> BoundCall:
     _need(approximate == "tanh", "the contract's GELU is the tanh approximation")
     return _unary_backward(grad_output, self)
 
 
-def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> Served:
+def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> BoundCall:
     _need(threshold == 0, f"the threshold of the contract's operator is 0, not {threshold}")
     _alike(grad_output, self)
     # For this operator ATen takes the memory layout of the input first.
-    return lambda run: as_they_lie(run, grad_output, self, by=order(self, grad_output))
+    return lambda run: in_memory_order(run, grad_output, self, by=order(self, grad_output))
 
 
 # ------------------------------------------------------------------------------- softmax
 
 
-def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
+def _softmax(self: Tensor, dim: int, half_to_float: bool) -> BoundCall:
     _last(self, dim)
     _need(not half_to_float, "the output has another dtype than the input")
     return lambda run: run(self)
@@ -109,7 +109,7 @@ def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
 
 def _softmax_backward(
     grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Served:
+) -> BoundCall:
     _last(output, dim)
     _same_dtype(output, grad_output)
     _need(input_dtype == output.dtype, "the gradient has another dtype than the output")
@@ -129,17 +129,17 @@ def _near_zero(logits: Tensor) -> Tensor:
     return logits - highest.where(highest.isfinite(), 0)
 
 
-def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
+def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> BoundCall:
     _last(self, dim)
     _need(not half_to_float, "the output has another dtype than the input")
 
-    def served(run: Run) -> Tensor:
+    def bound_call(run: Run) -> Tensor:
         # Cross entropy returns lse, the logarithm of the denominator, whatever the targets.
         rows = _near_zero(self).contiguous()  # the result must be contiguous
         lse: Tensor = run(rows, rows.new_zeros(rows.shape[:-1], dtype=torch.int64))[1]
         return (rows.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
 
-    return served
+    return bound_call
 
 
 # ----------------------------------------------------------------------------- products
@@ -165,20 +165,20 @@ def _matrices(left: Tensor, right: Tensor) -> None:
     _need(fitting, "not two matrices with matching dimensions")
 
 
-def _mm(self: Tensor, mat2: Tensor) -> Served:
+def _mm(self: Tensor, mat2: Tensor) -> BoundCall:
     _matrices(self, mat2)
     return lambda run: _product(run, self, mat2)
 
 
 def _addmm(
     self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Served:
+) -> BoundCall:
     _matrices(mat1, mat2)
     _same_dtype(mat1, self)
     _need(alpha != 0, "alpha is 0, which ignores the product even if it is NaN")
     factors = {"alpha": float(alpha)} if alpha != 1 else {}
 
-    def served(run: Run) -> Tensor:
+    def bound_call(run: Run) -> Tensor:
         if beta == 0:
             return _product(run, mat1, mat2, **factors)
         if beta == 1 and self.shape == mat2.shape[1:]:
@@ -189,10 +189,10 @@ def _addmm(
         _product(run, mat1, mat2, accumulate_into=total, beta=float(beta), **factors)
         return total
 
-    return served
+    return bound_call
 
 
-def _bmm(self: Tensor, mat2: Tensor) -> Served:
+def _bmm(self: Tensor, mat2: Tensor) -> BoundCall:
     _same_dtype(self, mat2)
     _full(self, mat2)
     fitting = (
@@ -202,11 +202,11 @@ def _bmm(self: Tensor, mat2: Tensor) -> Served:
     )
     _need(fitting, "not two batches of matrices with matching dimensions")
 
-    def served(run: Run) -> Tensor:
+    def bound_call(run: Run) -> Tensor:
         output: Tensor = run(list(mat2.unbind()), list(self.unbind()), transa=False)[0]
         return output.view(self.shape[0], self.shape[1], mat2.shape[2])
 
-    return served
+    return bound_call
 
 
 # -------------------------------------------------------------------------------- norms
@@ -244,15 +244,15 @@ def _layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> Served:
+) -> BoundCall:
     _one_dimension(input, normalized_shape, weight, bias)
 
-    def served(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    def bound_call(run: Run) -> tuple[Tensor, Tensor, Tensor]:
         output, mu, rsigma = run(input, _or_ones(weight, input), bias, eps)
         shape, dtype = _statistics_shape(input), _statistics_dtype(input)
         return output, mu.view(shape).to(dtype), rsigma.view(shape).to(dtype)
 
-    return served
+    return bound_call
 
 
 def _layer_norm_backward(
@@ -264,15 +264,15 @@ def _layer_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: Sequence[bool],
-) -> Served:
+) -> BoundCall:
     _one_dimension(input, normalized_shape, grad_out, weight, bias)
 
-    def served(run: Run) -> tuple[Tensor | None, ...]:
+    def bound_call(run: Run) -> tuple[Tensor | None, ...]:
         mu, rsigma = (it.reshape(-1).to(_math_dtype(input)) for it in (mean, rstd))
         gradients = run(grad_out, input, mu, rsigma, _or_ones(weight, input))
         return _wanted(gradients, output_mask)
 
-    return served
+    return bound_call
 
 
 def _wanted(gradients: Sequence[Tensor], output_mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -285,14 +285,14 @@ def _eps(input: Tensor, eps: float | None) -> float:
 
 def _fused_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
-) -> Served:
+) -> BoundCall:
     _one_dimension(input, normalized_shape, weight)
 
-    def served(run: Run) -> tuple[Tensor, Tensor]:
+    def bound_call(run: Run) -> tuple[Tensor, Tensor]:
         output, rsigma = run(input, _or_ones(weight, input), _eps(input, eps))
         return output, rsigma.view(_statistics_shape(input))
 
-    return served
+    return bound_call
 
 
 def _fused_rms_norm_backward(
@@ -302,14 +302,14 @@ def _fused_rms_norm_backward(
     rstd: Tensor,
     weight: Tensor | None,
     output_mask: Sequence[bool],
-) -> Served:
+) -> BoundCall:
     _one_dimension(input, normalized_shape, grad_out, weight)
 
-    def served(run: Run) -> tuple[Tensor | None, ...]:
+    def bound_call(run: Run) -> tuple[Tensor | None, ...]:
         rsigma = rstd.reshape(-1).to(_math_dtype(input))
         return _wanted(run(grad_out, input, rsigma, _or_ones(weight, input)), output_mask)
 
-    return served
+    return bound_call
 
 
 PARTS: Final = {
@@ -341,7 +341,7 @@ def _rms_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Served:
+) -> BoundCall:
     _one_dimension(input, normalized_shape, weight)
     _need(order(input) not in _CHANNELS_LAST, "the result must be channels_last, like the input")
     return lambda run: run(input, _or_ones(weight, input), _eps(input, eps))[0]
@@ -361,7 +361,7 @@ def _cross_entropy(
     reduction: int = _MEAN,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Served:
+) -> BoundCall:
     _full(self)
     _need(weight is None, "the contract's cross entropy has no class weights")
     _need(1 <= self.ndim <= 2, "the classes are not the last dimension")
@@ -373,7 +373,7 @@ def _cross_entropy(
             not (wrong & (target != ignore_index)).any(), "a target is out of range: an IndexError"
         )
 
-    def served(run: Run) -> Tensor:
+    def bound_call(run: Run) -> Tensor:
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
         losses: Tensor = run(_near_zero(self), target, **options)[0]
         if reduction == _NONE:
@@ -383,7 +383,7 @@ def _cross_entropy(
             total = total / (target != ignore_index).sum()
         return total.to(self.dtype)
 
-    return served
+    return bound_call
 
 
 def _attention(
@@ -396,7 +396,7 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Served:
+) -> BoundCall:
     _full(query, key, value)
     _same_dtype(query, key, value)
     _need(query.ndim == key.ndim == value.ndim == 4, "not [batch, heads, length, width]")
@@ -410,7 +410,7 @@ def _attention(
         )
         _need(attn_mask.ndim >= 2, "attn_mask has fewer than two dimensions")
 
-    def served(run: Run) -> Tensor:
+    def bound_call(run: Run) -> Tensor:
         options: dict[str, Any] = {"attn_mask_type": "causal"} if is_causal else {}
         if scale is not None:
             options["scale"] = scale
@@ -422,7 +422,7 @@ def _attention(
         fused = _fused_in_torch(query, key, value, attn_mask, dropout_p)
         return laid_out(out.transpose(1, 2), order(query) if fused else None)
 
-    return served
+    return bound_call
 
 
 def _fused_in_torch(
@@ -433,8 +433,8 @@ def _fused_in_torch(
         return False
     if query.device.type != "cpu":
         return True
-    taught = attn_mask is not None and attn_mask.requires_grad
-    return query.shape[-1] == value.shape[-1] and not (dropout_p or taught)
+    mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
+    return query.shape[-1] == value.shape[-1] and not (dropout_p or mask_needs_grad)
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
@@ -444,15 +444,15 @@ def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
     return mask[(None,) * (4 - mask.ndim)]
 
 
-def _dropout(input: Tensor, p: float, train: bool) -> Served:
+def _dropout(input: Tensor, p: float, train: bool) -> BoundCall:
     _full(input)
     _need(train and 0 < p < 1, "not random: train is false, or p is 0 or 1")
     _need(_can_draw(input), "no random numbers while a CUDA graph is captured")
 
-    def served(run: Run) -> Tensor:
-        return as_they_lie(lambda it: run(it, p, **_drawn())[0], input, by=order(input))
+    def bound_call(run: Run) -> Tensor:
+        return in_memory_order(lambda it: run(it, p, **_drawn())[0], input, by=order(input))
 
-    return served
+    return bound_call
 
 
 def _can_draw(tensor: Tensor) -> bool:

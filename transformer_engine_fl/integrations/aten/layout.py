@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["as_they_lie", "laid_out", "order"]
+__all__ = ["in_memory_order", "laid_out", "order"]
 
 Order = tuple[int, ...]
 """The dimensions, from the largest stride to the smallest."""
@@ -58,19 +58,19 @@ def _compared(shape: Order, steps: list[Order], inner: int, outer: int) -> int:
     return 0
 
 
-def as_they_lie(run: Callable[..., Tensor], *tensors: Tensor, by: Order | None) -> Tensor:
+def in_memory_order(run: Callable[..., Tensor], *tensors: Tensor, by: Order | None) -> Tensor:
     """Run an elementwise operator on tensors whose dimensions have that order in memory."""
     if by is None:
         return run(*tensors)
-    return _turned_back(run(*(tensor.permute(by) for tensor in tensors)), by)
+    return _permuted_back(run(*(tensor.permute(by) for tensor in tensors)), by)
 
 
 def laid_out(tensor: Tensor, by: Order | None) -> Tensor:
     """The tensor with its dimensions in that order in memory; a copy unless it has it already."""
     if by is None:
         return tensor.contiguous()
-    return _turned_back(tensor.permute(by).contiguous(), by)
+    return _permuted_back(tensor.permute(by).contiguous(), by)
 
 
-def _turned_back(tensor: Tensor, by: Order) -> Tensor:
+def _permuted_back(tensor: Tensor, by: Order) -> Tensor:
     return tensor.permute([by.index(dimension) for dimension in range(len(by))])

@@ -143,7 +143,7 @@ def misfit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | No
     return None
 
 
-def _signed(op: Any, function: Serve) -> Serve:
+def _with_signature(op: Any, function: Serve) -> Serve:
     found = signature(op)
     if found is not None:
         function.__signature__ = found  # type: ignore[attr-defined]
@@ -270,9 +270,9 @@ class Routes:
         chosen = self.manager.explain(name, *args, **kwargs).selected
         entries = self.manager.registry.entries(name)
         entry = next((it for it in entries if it.impl is chosen), None)
-        who = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
-        warning = f"{name}: the selected implementation{who} {said}"
-        if self.manager.is_new(warning):
+        source = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
+        warning = f"{name}: the selected implementation{source} {said}"
+        if self.manager.is_new_warning(warning):
             logger.warning("%s", warning)
 
 
@@ -294,7 +294,7 @@ def _missing(registry: OpRegistry, name: str) -> list[OpImpl]:
     return found
 
 
-class _AskedError(Exception):
+class _ArgumentsSeenError(Exception):
     """Ends a bridge's call that was made only to see its arguments."""
 
 
@@ -314,7 +314,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
         if reason is not None:
             raise NotSupportedError(f"{impl.label}: {reason}")
         try:
-            return entry.taking_all(entry.fn)(*args, **kwargs)
+            return entry.with_all_options(entry.fn)(*args, **kwargs)
         except ArgumentError as error:  # torch may accept what the contract refuses
             raise NotSupportedError(str(error)) from None
 
@@ -335,12 +335,12 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
             return True
         found: list[str | None] = []
 
-        def asked(*given: Any, **options: Any) -> None:
+        def record_refusal(*given: Any, **options: Any) -> None:
             found.append(refusal(given, options))
-            raise _AskedError
+            raise _ArgumentsSeenError
 
-        with suppress(_AskedError), torch.random.fork_rng(devices=()), torch.no_grad():
-            bridge.call(*args, **kwargs)(asked)
+        with suppress(_ArgumentsSeenError), torch.random.fork_rng(devices=()), torch.no_grad():
+            bridge.call(*args, **kwargs)(record_refusal)
         return found[0] or True
 
     fn.te_fl_serves = serves  # type: ignore[attr-defined]
@@ -356,7 +356,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
         op_name=name,
         impl_id=impl.impl_id,
         kind=impl.kind,
-        fn=_signed(overload(name), fn),
+        fn=_with_signature(overload(name), fn),
         vendor=impl.vendor,
         priority=impl.priority,
         supported_dtypes=_floats(entry),
@@ -410,7 +410,7 @@ def _native(name: str) -> OpImpl:
         op_name=name,
         impl_id=NATIVE,
         kind=BackendImplKind.REFERENCE,
-        fn=_signed(op, native),
+        fn=_with_signature(op, native),
         priority=-1000,
         mutates=(),
         traits=frozenset({"traceable"}),

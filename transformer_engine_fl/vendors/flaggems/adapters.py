@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from transformer_engine_fl import ops
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.vendors.packages.bridge import Bridge
-from transformer_engine_fl.vendors.taking import Taker, differentiating, own, recorded
+from transformer_engine_fl.vendors.taking import (
+    Taker,
+    differentiating,
+    normal_tensor,
+    writable_copy,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,9 +85,9 @@ def _differentiated(
             _TAKER.same_dtype(contract.name, grad=dy, fwd_input=x)
             with differentiating():
                 halves = x.chunk(parts, -1) if parts > 1 else (x,)
-                leaves = [own(half).requires_grad_() for half in halves]
+                leaves = [writable_copy(half).requires_grad_() for half in halves]
                 output = unit(*leaves, *given, **options)
-                gradients = torch.autograd.grad(output, leaves, recorded(dy))
+                gradients = torch.autograd.grad(output, leaves, normal_tensor(dy))
             return torch.cat(gradients, -1).detach() if parts > 1 else gradients[0].detach()
 
         return backward
@@ -98,7 +103,7 @@ def _halves(contract: Any, *given: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(input)
-            (x,) = _TAKER.taken(contract.name, input=input)
+            (x,) = _TAKER.strided(contract.name, input=input)
             with torch.no_grad():
                 output: Tensor = unit(*(half.contiguous() for half in x.chunk(2, -1)), *given)
             return output
@@ -166,9 +171,9 @@ def _rmsnorm_fwd_add(norm: Any) -> Callable[..., Any]:
         name = "rmsnorm_fwd_add"
         ops.rmsnorm_fwd_add.check(input, residual, weight, eps)
         _TAKER.same_dtype(name, input=input, residual=residual)
-        x, added, gamma = _TAKER.taken(name, input=input, residual=residual, weight=weight)
+        x, added, gamma = _TAKER.strided(name, input=input, residual=residual, weight=weight)
         with torch.no_grad():
-            x, added = own(x), own(added)  # both are written
+            x, added = writable_copy(x), writable_copy(added)  # both are written
             output, summed = norm(x, added, gamma.shape, gamma.contiguous(), eps)
             rsigma = summed.float().square().mean(-1).add_(eps).rsqrt_()
         return output, summed, rsigma.reshape(-1)

@@ -41,37 +41,37 @@ class Config(NamedTuple):
     launch: Mapping[str, int]
 
 
-def read(path: Path, whose: str) -> dict[str, list[Config]]:
+def read(path: Path, owner: str) -> dict[str, list[Config]]:
     """The configurations of each operator.
 
     Args:
         path: the file.
-        whose: the folder, for messages.
+        owner: the folder, for messages.
 
     Raises:
         PluginError: an unknown key, or a value of the wrong type; names the folder, the
             file, the line and the key.
     """
-    return _Reader(path, whose).file()
+    return _Reader(path, owner).file()
 
 
 class _Reader:
     """Reads one file; its errors name the line and the key."""
 
-    def __init__(self, path: Path, whose: str) -> None:
+    def __init__(self, path: Path, owner: str) -> None:
         self._path = path
-        self._whose = whose
+        self._owner = owner
 
     def file(self) -> dict[str, list[Config]]:
         try:
             root = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=_LOADER)
         except (OSError, ValueError) as error:  # ValueError: no UTF-8
-            raise PluginError(f"{self._whose}: {self._path}: cannot be read: {error}") from None
+            raise PluginError(f"{self._owner}: {self._path}: cannot be read: {error}") from None
         except (yaml.YAMLError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
             said = getattr(error, "problem", None) or str(error)
-            raise PluginError(f"{self._whose}: {self._path}{line}: invalid YAML: {said}") from None
+            raise PluginError(f"{self._owner}: {self._path}{line}: invalid YAML: {said}") from None
         if root is None:
             return {}
         found = {}
@@ -217,7 +217,7 @@ class _Reader:
     def _problem(self, node: yaml.Node, where: tuple[Any, ...], said: str) -> PluginError:
         key = ".".join(str(part) for part in where)
         at = f"{self._path}:{node.start_mark.line + 1}"
-        return PluginError(f"{self._whose}: {at}: {key + ': ' if key else ''}{said}")
+        return PluginError(f"{self._owner}: {at}: {key + ': ' if key else ''}{said}")
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:

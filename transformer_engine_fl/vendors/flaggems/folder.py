@@ -33,10 +33,10 @@ from transformer_engine_fl.vendors.info import VendorInfo
 from transformer_engine_fl.vendors.packages.bridge import Bridge
 from transformer_engine_fl.vendors.packages.package import DTYPES, LOADED, Package, keep, where
 from transformer_engine_fl.vendors.packages.source import (
-    blamed,
     exports,
     import_folder,
     no_folder,
+    package_error,
     parsed,
 )
 from transformer_engine_fl.vendors.registry import described
@@ -128,7 +128,7 @@ class FlagGemsFolder(Package):
         try:
             return getattr(module, _OPS)()
         except (Exception, SystemExit) as error:
-            raise blamed(error, f"{self.name!r}: {_OPS}() failed") from error
+            raise package_error(error, f"{self.name!r}: {_OPS}() failed") from error
 
     def implementation(self, name: str) -> Callable[..., Any]:
         """The callable for a contract, or for an operator of its own."""
@@ -257,7 +257,7 @@ def _loaded(folder: str | Path) -> FlagGemsFolder:
         if isinstance(error, PluginError | RegistrationError):
             raise
         place = Path(folder).expanduser().absolute()
-        raise blamed(error, f"{what} cannot be loaded", place, named) from error
+        raise package_error(error, f"{what} cannot be loaded", place, named) from error
     for known in LOADED.of(FlagGemsFolder):
         if known.package == bare.package:
             return known

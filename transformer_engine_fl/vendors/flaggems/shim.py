@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
-from transformer_engine_fl.vendors.packages.shim import installed, lent, standing_in, tree
+from transformer_engine_fl.vendors.packages.shim import importable, installed, names_added, tree
 
 if TYPE_CHECKING:
     from transformer_engine_fl.vendors.flaggems.folder import FlagGemsFolder
@@ -56,7 +56,7 @@ def modules(folder: FlagGemsFolder | None = None) -> Iterator[None]:
             made = _stand_ins(ours, folder)
         else:
             made = {UTILS: real}
-        with lent(real or ours, ours, ours.__all__), standing_in(made):
+        with names_added(real or ours, ours, ours.__all__), importable(made):
             yield
 
 
@@ -71,7 +71,7 @@ def _real() -> ModuleType | None:
             if not name.startswith(f"{BACKENDS}._"):
                 del sys.modules[name]
         BROKEN.add(FLAG_GEMS)
-        said = " ".join(worded(error).split())
+        said = " ".join(error_text(error).split())
         logger.warning("flag_gems is installed and cannot be imported (%s): stood in for", said)
         return None
 

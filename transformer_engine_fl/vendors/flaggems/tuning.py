@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import error_text
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import detection
@@ -116,7 +116,7 @@ def register(folder: FlagGemsFolder) -> None:
     if (folder.path / "heuristics_config_utils.py").is_file():
         for name, rules in _RULES.items():
             for rule in rules:
-                heuristics.setdefault(rule.choice, _asked(folder, name, rule))
+                heuristics.setdefault(rule.choice, _vendor_heuristic(folder, name, rule))
     if not heuristics:
         return
     known = lookup.VENDORS.get(folder.info.key)
@@ -215,19 +215,19 @@ def _distance(value: Mapping[str, int], other: Mapping[str, int]) -> float:
     return sum(abs(math.log2(value[name] / other[name])) for name in said)
 
 
-def _asked(
+def _vendor_heuristic(
     folder: FlagGemsFolder, name: str, rule: _Rule
 ) -> Callable[..., Mapping[str, Any] | None]:
     """A heuristic that gives the result of the vendor's own."""
-    told: list[str] = []
+    reported: list[str] = []
 
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
-        if name not in folder.heuristics or told:
+        if name not in folder.heuristics or reported:
             return None
         try:
             return rule.fields(_given(folder, name, rule, key))
         except _UnknownError as error:
-            told.append(str(error))
+            reported.append(str(error))
             logger.debug("%s: %s", folder.path / "heuristics_config_utils.py", error)
             return None
 
@@ -260,5 +260,5 @@ def _unfit(folder: FlagGemsFolder, name: str, rule: _Rule) -> str | None:
     try:
         rule.fields(_given(folder, name, rule, dict.fromkeys(rule.given.values(), 1024)))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's code; what it said is told
-        return worded(error).removeprefix("_UnknownError: ")
+        return error_text(error).removeprefix("_UnknownError: ")
     return None

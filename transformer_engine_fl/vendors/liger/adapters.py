@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 from transformer_engine_fl import ops
 from transformer_engine_fl.core.errors import NotSupportedError, PluginError
 from transformer_engine_fl.vendors.packages.bridge import Bridge
-from transformer_engine_fl.vendors.taking import Taker, differentiating, own, recorded
+from transformer_engine_fl.vendors.taking import (
+    Taker,
+    differentiating,
+    normal_tensor,
+    writable_copy,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +47,7 @@ def _gated(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(input)
-            (input,) = _LIGER.taken(contract.name, input=input)
+            (input,) = _LIGER.strided(contract.name, input=input)
             with torch.no_grad():
                 output: Tensor = unit.apply(*(half.contiguous() for half in input.chunk(2, -1)))
             return output
@@ -58,13 +63,13 @@ def _gated_backward(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(grad, fwd_input)
-            grad, fwd_input = _LIGER.taken(contract.name, grad=grad, fwd_input=fwd_input)
+            grad, fwd_input = _LIGER.strided(contract.name, grad=grad, fwd_input=fwd_input)
             _LIGER.same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
             with differentiating():
                 # Liger's backward writes the gradients over what its forward was given.
-                leaves = [own(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
+                leaves = [writable_copy(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
                 output = unit.apply(*leaves)
-                gradients = torch.autograd.grad(output, leaves, recorded(grad.contiguous()))
+                gradients = torch.autograd.grad(output, leaves, normal_tensor(grad.contiguous()))
             return torch.cat(gradients, -1).detach()
 
         return backward
@@ -86,7 +91,7 @@ def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_fwd.check(input, weight, eps, zero_centered_gamma=zero_centered_gamma)
-        input, weight = _LIGER.taken("rmsnorm_fwd", input=input, weight=weight)
+        input, weight = _LIGER.strided("rmsnorm_fwd", input=input, weight=weight)
         offset = float(zero_centered_gamma)
         with torch.no_grad():
             x = input.contiguous()
@@ -130,7 +135,7 @@ def _rmsnorm_bwd(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-        dy, x, rsigma, gamma = _LIGER.taken("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
+        dy, x, rsigma, gamma = _LIGER.strided("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
         _LIGER.same_dtype("rmsnorm_bwd", dy=dy, x=x)
         columns = x.shape[-1]
         block, warps = _settings(x.device, columns)
@@ -227,7 +232,7 @@ def _softmax(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.scaled_softmax_forward.check(input, scale)
-        (input,) = _LIGER.taken("scaled_softmax_forward", input=input)
+        (input,) = _LIGER.strided("scaled_softmax_forward", input=input)
         if scale != 1.0:
             raise NotSupportedError("scaled_softmax_forward: Liger's softmax has no scale")
         with torch.no_grad():

@@ -94,12 +94,12 @@ def LigerRopeFunction(  # noqa: N802
     half = rotated // 2
     c, s = (it[..., :half].float().unsqueeze(-3) for it in (cos, sin))
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         a, b = x[..., :half].float(), x[..., half:rotated].float()
         parts = [(a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype), x[..., rotated:]]
         return torch.cat(parts, -1)
 
-    return turned(q), turned(k)
+    return rotate(q), rotate(k)
 
 
 def LigerCrossEntropyFunction(  # noqa: N802

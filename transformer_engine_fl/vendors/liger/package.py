@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from transformer_engine_fl.core.blame import BETWEEN
+from transformer_engine_fl.core.blame import INTERMEDIATE_FILES
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
@@ -26,7 +26,7 @@ from transformer_engine_fl.core.types import OpImpl
 from transformer_engine_fl.vendors import detection
 from transformer_engine_fl.vendors.liger import adapters, base, shim
 from transformer_engine_fl.vendors.packages.package import DTYPES, LOADED, Package, keep, where
-from transformer_engine_fl.vendors.packages.source import blamed, exports, import_folder
+from transformer_engine_fl.vendors.packages.source import exports, import_folder, package_error
 
 __all__ = ["ROOTS", "LigerPackage", "declares", "load", "load_liger_package"]
 
@@ -63,7 +63,7 @@ class LigerPackage(Package):
         bridge = adapters.BRIDGES.get(name)
         made = as_function(self.exported(name)) if bridge is None else self.bridged(bridge)
         modules = (sys.modules.get(it) for it in _CALLERS)  # imported by now, if used
-        BETWEEN.update(file for it in modules if (file := getattr(it, "__file__", None)))
+        INTERMEDIATE_FILES.update(file for it in modules if (file := getattr(it, "__file__", None)))
         return made
 
     def as_function(self, exported: Any) -> Callable[..., Any]:
@@ -178,7 +178,7 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
         if isinstance(error, PluginError):
             raise
         names = (info.name for info in found)
-        raise blamed(error, f"{what} cannot be loaded", vendors=names) from error
+        raise package_error(error, f"{what} cannot be loaded", vendors=names) from error
     if not found:
         raise PluginError(
             f"{what} declares nothing: its __init__ must call register_impl(ImplInfo(...)) or "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from transformer_engine_fl.core.locks import LOADING
-from transformer_engine_fl.vendors.packages.shim import installed, lent, standing_in, tree
+from transformer_engine_fl.vendors.packages.shim import importable, installed, names_added, tree
 
 __all__ = ["LIGER", "modules"]
 
@@ -30,11 +30,11 @@ def modules() -> Iterator[Any]:
         ours = importlib.import_module(_NAMES[REGISTRY])
         if installed(LIGER):
             registry = importlib.import_module(REGISTRY)
-            with lent(registry, ours, ours.__all__):
+            with names_added(registry, ours, ours.__all__):
                 yield registry
             return
         made = tree({name: importlib.import_module(it) for name, it in _NAMES.items()}, LIGER)
         backends = made[REGISTRY.rpartition(".")[0]]
         vars(backends).update({name: getattr(ours, name) for name in ours.__all__})
-        with standing_in(made):
+        with importable(made):
             yield ours

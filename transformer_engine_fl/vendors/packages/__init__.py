@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from transformer_engine_fl.core.registry import OpRegistry
-from transformer_engine_fl.vendors.packages.source import blamed
+from transformer_engine_fl.vendors.packages.source import package_error
 
 __all__ = ["register_function"]
 
@@ -45,7 +45,7 @@ def register_function(
             if (missing.name or "").partition(".")[0] in style.ROOTS:
                 return lambda registry: style.load(name, registry)
         if missing.name == "transformer_engine":
-            raise blamed(
+            raise package_error(
                 missing,
                 "Transformer Engine is not installed; to load a plugin for it anyway, name "
                 f"{_ALIAS!r} in TE_FL_PLUGIN_MODULES or call its alias_plugin_core()",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from transformer_engine_fl.core.blame import signed
+from transformer_engine_fl.core.blame import located_signature
 from transformer_engine_fl.core.contract import signature_of
 
 __all__ = ["Bridge", "misfit"]
@@ -39,5 +39,5 @@ def misfit(function: Callable[..., Any], call: str) -> str | None:
     try:
         signature.bind(*words[: len(words) - len(named)], **named)
     except TypeError as error:
-        return f"{signed(function, signature)} is called with ({call}): {error}"
+        return f"{located_signature(function, signature)} is called with ({call}): {error}"
     return None

@@ -19,7 +19,7 @@ from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind
 from transformer_engine_fl.vendors.packages.bridge import Bridge, misfit
-from transformer_engine_fl.vendors.packages.source import blamed
+from transformer_engine_fl.vendors.packages.source import package_error
 
 __all__ = ["LOADED", "Package", "keep", "where"]
 
@@ -78,7 +78,7 @@ class Package:
         except (Exception, SystemExit) as error:
             if out_of_stack(error):
                 raise
-            said = blamed(error, f"{self.name!r}: its operators cannot be imported")
+            said = package_error(error, f"{self.name!r}: its operators cannot be imported")
             raise self._reported(module, said) from error
 
     @property

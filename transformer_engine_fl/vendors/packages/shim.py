@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Final
 
-__all__ = ["installed", "lacking", "lent", "standing_in", "tree"]
+__all__ = ["importable", "installed", "lacking", "names_added", "tree"]
 
 _OURS: Final = __name__.partition(".")[0]
 _STANDS_FOR: Final[dict[str, str]] = {}
@@ -31,7 +31,7 @@ def installed(root: str) -> bool:
 
 
 @contextlib.contextmanager
-def lent(module: ModuleType, ours: ModuleType, names: Iterable[str]) -> Iterator[None]:
+def names_added(module: ModuleType, ours: ModuleType, names: Iterable[str]) -> Iterator[None]:
     """Within the block ``module`` has these names from ``ours``, unless it has them itself."""
     missing = [name for name in names if not hasattr(module, name)]
     for name in missing:
@@ -43,14 +43,14 @@ def lent(module: ModuleType, ours: ModuleType, names: Iterable[str]) -> Iterator
             delattr(module, name)
 
 
-def tree(modules: Mapping[str, ModuleType], whose: str) -> dict[str, ModuleType]:
+def tree(modules: Mapping[str, ModuleType], project: str) -> dict[str, ModuleType]:
     """The modules and their parent packages, each set as an attribute of its parent."""
     made: dict[str, ModuleType] = {}
     for name in modules:
         for cut in (at for at, letter in enumerate(name) if letter == "."):
             above = name[:cut]
             if above not in modules and above not in made:
-                made[above] = ModuleType(above, f"Stands for {whose} while a package loads.")
+                made[above] = ModuleType(above, f"Stands for {project} while a package loads.")
     made.update(modules)
     for name, module in made.items():
         if any(other.startswith(f"{name}.") for other in made) and not hasattr(module, "__path__"):
@@ -62,7 +62,7 @@ def tree(modules: Mapping[str, ModuleType], whose: str) -> dict[str, ModuleType]
 
 
 @contextlib.contextmanager
-def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+def importable(modules: Mapping[str, ModuleType]) -> Iterator[None]:
     """Within the block, and only there, these modules are importable under their names."""
     before = {name: sys.modules.get(name) for name in modules}
     for name, served in modules.items():  # the project's own modules may be among them

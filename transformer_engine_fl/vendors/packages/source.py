@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from transformer_engine_fl.core.blame import raised_at, worded
+from transformer_engine_fl.core.blame import error_text, raised_at
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 from transformer_engine_fl.vendors.packages.shim import lacking
 
-__all__ = ["blamed", "exports", "import_folder", "no_folder", "parsed", "stated"]
+__all__ = ["exports", "import_folder", "no_folder", "package_error", "parsed", "stated"]
 
 
-def blamed(
+def package_error(
     error: BaseException, what: str, folder: Path | None = None, vendors: Iterable[str] = ()
 ) -> PluginError:
     """A PluginError for an error in a package, with the line that raised it.
@@ -34,7 +34,7 @@ def blamed(
     where = raised_at(error, folder)
     project = lacking(error)
     hint = f"; {project} is not installed, and its stand-in here lacks that" if project else ""
-    made = PluginError(f"{what}: {where + ': ' if where else ''}{worded(error)}{hint}")
+    made = PluginError(f"{what}: {where + ': ' if where else ''}{error_text(error)}{hint}")
     made.vendors = tuple(vendors)
     return made
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_fl_liger import OPERATORS, interpreted
 from te_fl_liger.interpreted import number
 from transformer_engine_fl import NotSupportedError, ops
-from transformer_engine_fl.vendors.taking import Taker, own
+from transformer_engine_fl.vendors.taking import Taker, writable_copy
 
 __all__ = list(OPERATORS)
 
@@ -43,9 +43,9 @@ def _block(op: str, columns: int) -> tuple[int, int]:
 
 def _norm_inputs(op: str, **tensors: Tensor) -> list[Tensor]:
     """The tensors of a norm, contiguous; the first has the rows."""
-    taken = TAKER.dense(op, **tensors)
-    _block(op, taken[0].shape[-1])
-    return taken
+    dense = TAKER.dense(op, **tensors)
+    _block(op, dense[0].shape[-1])
+    return dense
 
 
 # ------------------------------------------------------------------------- normalization
@@ -172,20 +172,20 @@ def _halves(op: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of the two halves of a gated input: liger-kernel's backward writes over them."""
     _block(op, tensor.shape[-1] // 2)
     first, second = tensor.chunk(2, -1)
-    return own(first), own(second)
+    return writable_copy(first), writable_copy(second)
 
 
 def geglu(input: Tensor) -> Tensor:
     """``geglu`` of the contract."""
     ops.geglu.check(input)
-    (x,) = TAKER.taken("geglu", input=input)
+    (x,) = TAKER.strided("geglu", input=input)
     return liger.geglu_forward(*_halves("geglu", x))[2]
 
 
 def dgeglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dgeglu`` of the contract."""
     ops.dgeglu.check(grad, fwd_input)
-    x, dy = TAKER.taken("dgeglu", fwd_input=fwd_input, grad=grad)
+    x, dy = TAKER.strided("dgeglu", fwd_input=fwd_input, grad=grad)
     TAKER.same_dtype("dgeglu", grad=dy, fwd_input=x)
     return torch.cat(liger.geglu_backward(*_halves("dgeglu", x), dy.contiguous()), -1)
 

@@ -47,15 +47,15 @@ _uncompiled: set[tuple[Any, ...]] = set()
 """(operator, width, dtypes) that failed to compile; not tried again, as that takes seconds."""
 
 
-def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
+def _prepared(op: str, **tensors: Tensor) -> list[Tensor]:
     """The tensors, contiguous and aligned; declines dtypes that quack does not have."""
-    taken = TAKER.dense(op, **tensors)
-    for name, tensor in zip(tensors, taken, strict=True):
+    dense = TAKER.dense(op, **tensors)
+    for name, tensor in zip(tensors, dense, strict=True):
         if tensor.dtype not in NARROW:
             raise NotSupportedError(
                 f"{op}: {name!r} is {tensor.dtype}, which quack does not support"
             )
-    return [it if it.data_ptr() % ALIGNMENT == 0 else it.clone() for it in taken]
+    return [it if it.data_ptr() % ALIGNMENT == 0 else it.clone() for it in dense]
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def rmsnorm_fwd(
     ops.rmsnorm_fwd.check(
         input, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
     )
-    x, w = _taken(op, input=input, weight=weight)
+    x, w = _prepared(op, input=input, weight=weight)
     if out_dtype not in (None, *NARROW):
         raise NotSupportedError(f"{op}: quack does not write {out_dtype}")
     _copied_past_registers(op, input=x)
@@ -152,7 +152,7 @@ def rmsnorm_bwd(
     """``rmsnorm_bwd`` of the contract."""
     op = "rmsnorm_bwd"
     ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-    dy, x, rsigma, gamma = _taken(op, dy=dy, x=x, rsigma=rsigma, gamma=gamma)
+    dy, x, rsigma, gamma = _prepared(op, dy=dy, x=x, rsigma=rsigma, gamma=gamma)
     _copied_past_registers(op, dy=dy, x=x)
     _gradient_fits(op, x)
     with _launching(op, x, dy, gamma):
@@ -181,7 +181,7 @@ def rmsnorm_fwd_add(
         zero_centered_gamma=zero_centered_gamma,
         out_dtype=out_dtype,
     )
-    x, add, w = _taken(op, input=input, residual=residual, weight=weight)
+    x, add, w = _prepared(op, input=input, residual=residual, weight=weight)
     if out_dtype not in (None, *NARROW):
         raise NotSupportedError(f"{op}: quack does not write {out_dtype}")
     _copied_past_registers(op, input=x, residual=add)
@@ -211,7 +211,7 @@ def rmsnorm_bwd_add(
     op = "rmsnorm_bwd_add"
     ops.rmsnorm_bwd_add.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
     TAKER.same_dtype(op, x=x, add=add)  # with different dtypes quack returns two gradients
-    dz, x, add, rsigma, gamma = _taken(op, dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
+    dz, x, add, rsigma, gamma = _prepared(op, dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
     _copied_past_registers(op, dz=dz, x=x)
     _gradient_fits(op, x)
     with _launching(op, x, dz, gamma):
@@ -232,8 +232,8 @@ def layernorm_fwd(
     """``layernorm_fwd`` of the contract."""
     op = "layernorm_fwd"
     ops.layernorm_fwd.check(input, weight, bias, eps)
-    x, w = _taken(op, input=input, weight=weight)
-    b = None if bias is None else _taken(op, bias=bias)[0].float()
+    x, w = _prepared(op, input=input, weight=weight)
+    b = None if bias is None else _prepared(op, bias=bias)[0].float()
     _copied_past_registers(op, input=x)
     with _launching(op, x, b):
         output, rsigma, mu = RMSNORM.layernorm_fwd(
@@ -248,7 +248,7 @@ def layernorm_bwd(
     """``layernorm_bwd`` of the contract."""
     op = "layernorm_bwd"
     ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma)
-    dy, x, mu, rsigma, gamma = _taken(op, dy=dy, x=x, mu=mu, rsigma=rsigma, gamma=gamma)
+    dy, x, mu, rsigma, gamma = _prepared(op, dy=dy, x=x, mu=mu, rsigma=rsigma, gamma=gamma)
     _copied_past_registers(op, dy=dy, x=x)
     _gradient_fits(op, x)
     with _launching(op, x, dy, gamma):
@@ -264,7 +264,7 @@ def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     op = "scaled_softmax_forward"
     ops.scaled_softmax_forward.check(input, scale)
     _no_scale(op, scale)
-    (x,) = _taken(op, input=input)
+    (x,) = _prepared(op, input=input)
     _whole_accesses(op, x)
     with _launching(op, x):
         output: Tensor = SOFTMAX.softmax_fwd(_rows(x))
@@ -279,7 +279,7 @@ def scaled_softmax_backward(
     ops.scaled_softmax_backward.check(output_grad, softmax_output, scale)
     _no_scale(op, scale)
     TAKER.same_dtype(op, output_grad=output_grad, softmax_output=softmax_output)
-    dy, y = _taken(op, output_grad=output_grad, softmax_output=softmax_output)
+    dy, y = _prepared(op, output_grad=output_grad, softmax_output=softmax_output)
     _whole_accesses(op, y)
     with _launching(op, y):
         dx: Tensor = SOFTMAX.softmax_bwd(_rows(dy), _rows(y))

@@ -57,8 +57,8 @@ def is_available() -> bool | str:
 
 
 def _dtypes(name: str) -> frozenset[str]:
-    taken = _HALVES if name in _SOFTMAX else _HALVES | {"float32"}
-    return taken - _INEXACT.get(name, frozenset())
+    dtypes = _HALVES if name in _SOFTMAX else _HALVES | {"float32"}
+    return dtypes - _INEXACT.get(name, frozenset())
 
 
 def register(registry: OpRegistry) -> None:

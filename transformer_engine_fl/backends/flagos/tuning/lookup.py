@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from transformer_engine_fl.core.blame import of_the_caller, worded
+from transformer_engine_fl.core.blame import caused_by_caller, error_text
 from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import LOADING
@@ -191,10 +191,10 @@ def _is_here(vendor: Vendor) -> bool:
     try:
         answer = vendor.is_here()
     except BaseException as error:  # from the vendor's code: the device is not the vendor's
-        if of_the_caller(error):
+        if caused_by_caller(error):
             raise
         answer = False
-        message = f"{vendor.name}'s is_here raised {worded(error)}: its tuning is skipped"
+        message = f"{vendor.name}'s is_here raised {error_text(error)}: its tuning is skipped"
         _complain((vendor.name, "is_here"), message)
     vendor.is_here = None if answer else _never
     return answer
@@ -396,9 +396,9 @@ def _by_rule_of(vendor: Vendor, choice: Choice[T], name: str, key: Key) -> T | N
         made: T = load_attribute(f"{_FILES}:made")(choice, fields)
         return made
     except BaseException as error:  # a vendor's code; the general rule stands in
-        if of_the_caller(error):
+        if caused_by_caller(error):
             raise
-        _complain((vendor.name, choice.name), f"{where} is skipped: {worded(error)}")
+        _complain((vendor.name, choice.name), f"{where} is skipped: {error_text(error)}")
         return None
 
 
