@@ -1,4 +1,4 @@
-"""Tests Acme's implementations against the contracts, on every device here that they support."""
+"""Tests Acme's implementations against the contracts, on every device here."""
 
 from __future__ import annotations
 

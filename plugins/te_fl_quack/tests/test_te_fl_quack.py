@@ -157,7 +157,7 @@ def test_the_softmax_of_rows_that_are_not_whole_accesses_is_declined(
     served: tuple[int, ...],
 ) -> None:
     for width in declined:
-        with pytest.raises(NotSupportedError, match="multiples of 16 bytes"):
+        with pytest.raises(NotSupportedError, match="a multiple of 16 bytes"):
             getattr(kernels, op_name)(*a_call(op_name, 2, width, dtype))
     for width in served:
         getattr(kernels, op_name)(*a_call(op_name, 2, width, dtype))

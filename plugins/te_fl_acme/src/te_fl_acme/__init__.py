@@ -1,7 +1,7 @@
 """Acme's implementations for transformer_engine_fl: what they compute and what they need.
 
 The entry point in pyproject.toml names this module; ``register`` is called once for each
-registry. Which implementation serves a call is the framework's business.
+registry. The framework chooses which implementation serves a call.
 """
 
 from __future__ import annotations
