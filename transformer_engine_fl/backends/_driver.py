@@ -280,8 +280,8 @@ class Prepared:
             self.start + struct.calcsize("@" + kinds[: at + 1]) - struct.calcsize("@" + kind)
             for at, kind in enumerate(kinds)
         ]
-        for turn, place in enumerate(first):
-            offsets[place] = turn * word
+        for index, place in enumerate(first):
+            offsets[place] = index * word
         start = ctypes.addressof(self.buffer)
         self.parameters = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
         self.attributes = (_Attribute * 3)()

@@ -26,7 +26,7 @@ __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _SequenceLayout:
     """The queries, or the keys, of every sequence.
 
     Attributes:
@@ -71,23 +71,23 @@ class _Side:
         return values.transpose(0, 1) if self.qkv_format == "sbhd" else values
 
 
-def _side(
+def _sequence_layout(
     tensor: Tensor,
     qkv_format: str,
     longest: int,
     cu_seqlens: Tensor | None,
     begins: Tensor | None,
-) -> _Side:
+) -> _SequenceLayout:
     if cu_seqlens is None:
-        return _Side(qkv_format, None, None, 0, longest)
+        return _SequenceLayout(qkv_format, None, None, 0, longest)
     lengths = cu_seqlens.long().diff().unsqueeze(-1)
     if qkv_format != "thd":
-        return _Side(qkv_format, lengths, None, 0, longest)
+        return _SequenceLayout(qkv_format, lengths, None, 0, longest)
     tokens = tensor.shape[0]
     place = torch.arange(longest, device=tensor.device)
     begin = (cu_seqlens if begins is None else begins).long()[:-1, None]
     rows = torch.where(place < lengths, begin + place, tokens).clamp(0, tokens)
-    return _Side(qkv_format, lengths, rows, tokens, longest)
+    return _SequenceLayout(qkv_format, lengths, rows, tokens, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class _Attention:
         group: the number of query heads for each key head.
     """
 
-    queries: _Side
-    keys: _Side
+    queries: _SequenceLayout
+    keys: _SequenceLayout
     hidden: Tensor
     factors: Tensor | None
     scale: float
@@ -155,8 +155,8 @@ def _attention(
     max_seqlen_kv: int | None,
 ) -> _Attention:
     b, sq, skv = extents(q, k, qkv_format, cu_seqlens_q, max_seqlen_q, max_seqlen_kv)
-    queries = _side(q, qkv_format, sq, cu_seqlens_q, cu_seqlens_q_padded)
-    keys = _side(k, qkv_format, skv, cu_seqlens_kv, cu_seqlens_kv_padded)
+    queries = _sequence_layout(q, qkv_format, sq, cu_seqlens_q, cu_seqlens_q_padded)
+    keys = _sequence_layout(k, qkv_format, skv, cu_seqlens_kv, cu_seqlens_kv_padded)
     heads, dtype = q.shape[-2], math_dtype(q.dtype)
     right = 0 if attn_mask_type in CAUSAL else window_size_right
     sink = None
@@ -176,11 +176,16 @@ def _attention(
 
 
 def _hidden(
-    queries: _Side, keys: _Side, top_left: bool, left: int, right: int, device: torch.device
+    queries: _SequenceLayout,
+    keys: _SequenceLayout,
+    top_left: bool,
+    left: int,
+    right: int,
+    device: torch.device,
 ) -> Tensor:
     """``[b or 1, 1, sq, skv]``; ``left`` and ``right`` do not limit the window if -1."""
 
-    def length(side: _Side) -> Tensor | int:
+    def length(side: _SequenceLayout) -> Tensor | int:
         return side.longest if side.lengths is None else side.lengths[..., None]
 
     i = torch.arange(queries.longest, device=device)[:, None]

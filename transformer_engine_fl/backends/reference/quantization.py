@@ -201,17 +201,17 @@ class Recipe:
         if form.block is None:
             assert shared is not None  # invariant
             data, scale_inv = _cast(x * shared[group, None], dtype), shared.reciprocal()
-            turned = (_transposed(data), scale_inv.clone()) if self.columnwise else (None, None)
-            return data.view(shape), scale_inv, amax, None, *turned
+            transposed = (_transposed(data), scale_inv.clone()) if self.columnwise else (None, None)
+            return data.view(shape), scale_inv, amax, None, *transposed
         height, width = form.block
         down = None if shared is None else shared[group[::height], None]
         data, scale_inv = _cast_blocks(x, form, dtype, self, down)
-        turned = (None, None)
+        transposed = (None, None)
         if self.columnwise:
             across = None if shared is None else shared[None, group[::width]]
-            turned = _cast_blocks(x.t(), form, dtype, self, across)
+            transposed = _cast_blocks(x.t(), form, dtype, self, across)
         global_scale_inv = None if shared is None else shared.reciprocal()
-        return data.view(shape), scale_inv, amax, global_scale_inv, *turned
+        return data.view(shape), scale_inv, amax, global_scale_inv, *transposed
 
     def each(self, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
         """The outputs for several tensors: a list for each output."""

@@ -79,7 +79,7 @@ def _cos_sin(freqs: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tens
     return angles.cos(), angles.sin()
 
 
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
     """Each pair (u, v) becomes (-v, u)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
@@ -92,7 +92,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _turn(
+def _rotate(
     tokens: Tensor, freqs: Tensor, places: _Places, interleaved: bool, *, back: bool
 ) -> Tensor:
     """Rotate the leading features; ``back`` applies the transpose, as the gradient needs."""
@@ -101,12 +101,12 @@ def _turn(
     x = _wide(x)
     cos, sin = _cos_sin(freqs, places.positions, x.dtype)
     if back:
-        turned = x * cos - _quarter_turn(x * sin, interleaved)
+        rotated = x * cos - _rotate_half(x * sin, interleaved)
     else:
-        turned = x * cos + _quarter_turn(x, interleaved) * sin
+        rotated = x * cos + _rotate_half(x, interleaved) * sin
     if places.inside is not None:
-        turned = torch.where(places.inside[:, None, None], turned, x)
-    return torch.cat([turned.to(tokens.dtype), rest], -1)
+        rotated = torch.where(places.inside[:, None, None], rotated, x)
+    return torch.cat([rotated.to(tokens.dtype), rest], -1)
 
 
 @as_written
@@ -133,7 +133,7 @@ def fused_rope_forward(
         cp_rank=cp_rank,
     )
     places = _places(input, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
-    return _turn(input, freqs, places, interleaved, back=False)
+    return _rotate(input, freqs, places, interleaved, back=False)
 
 
 @as_written
@@ -160,7 +160,7 @@ def fused_rope_backward(
         cp_rank=cp_rank,
     )
     places = _places(output_grads, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
-    return _turn(output_grads, freqs, places, interleaved, back=True)
+    return _rotate(output_grads, freqs, places, interleaved, back=True)
 
 
 @as_written
@@ -195,8 +195,8 @@ def fused_qkv_rope_forward(
     q, k, v = torch.split(qkv_input, [dq, dk, dv], -1)
     q = q.reshape(*q.shape[:-2], q.shape[-2] * (dq // dk), dk)
     return (
-        _turn(q, q_freqs, places, interleaved, back=False),
-        _turn(k, k_freqs, places, interleaved, back=False),
+        _rotate(q, q_freqs, places, interleaved, back=False),
+        _rotate(k, k_freqs, places, interleaved, back=False),
         v.clone(memory_format=torch.contiguous_format),
     )
 
@@ -234,7 +234,7 @@ def fused_qkv_rope_backward(
     )
     places = _places(k_grad, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     dq = qkv_split[0]
-    q = _turn(q_grad, q_freqs, places, interleaved, back=True)
-    k = _turn(k_grad, k_freqs, places, interleaved, back=True)
+    q = _rotate(q_grad, q_freqs, places, interleaved, back=True)
+    k = _rotate(k_grad, k_freqs, places, interleaved, back=True)
     q = q.view(*k.shape[:-1], dq)
     return torch.cat([q, k, v_grad], -1)

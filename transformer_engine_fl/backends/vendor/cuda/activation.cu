@@ -128,13 +128,13 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS)
   using Grads = Tile::Slots<TDY>;
   constexpr int kRow = Inputs::kBytes + Grads::kBytes;
   constexpr int kTotals = (ROWS - 1) * VEC * LANES * static_cast<int>(sizeof(A));
-  __shared__ __align__(16) unsigned char waiting[DEPTH * kRow > kTotals ? DEPTH * kRow : kTotals];
+  __shared__ __align__(16) unsigned char ring[DEPTH * kRow > kTotals ? DEPTH * kRow : kTotals];
   const int lane = threadIdx.x % LANES;
   const int team = threadIdx.x / LANES;
   const int column = (blockIdx.x * LANES + lane) * VEC;
   const bool inside = column < columns;
   const long long step = static_cast<long long>(gridDim.y) * ROWS;
-  const auto ask = [&](long long row, unsigned char* to) {
+  const auto fetch = [&](long long row, unsigned char* to) {
     const bool exists = row < rows;
     Inputs::template fill<kOnce>(to, 0, x + row * x_stride + column, exists, column, columns);
     Grads::template fill<kOnce>(to + Inputs::kBytes, 0, grad + row * grad_stride + column, exists,
@@ -143,15 +143,15 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS)
   };
   long long row = static_cast<long long>(blockIdx.y) * ROWS + team;
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) ask(row + i * step, waiting + i * kRow);
+  for (int i = 0; i < DEPTH; ++i) fetch(row + i * step, ring + i * kRow);
   A total[VEC] = {};
 #pragma unroll 1
   for (int at = 0; row < rows && inside; row += step) {
     wait_copies<DEPTH - 1>();
     A a[VEC], dx[VEC];
-    decode(Inputs::read(waiting + at, 0), a);
-    decode(Grads::read(waiting + at + Inputs::kBytes, 0), dx);
-    ask(row + DEPTH * step, waiting + at);
+    decode(Inputs::read(ring + at, 0), a);
+    decode(Grads::read(ring + at + Inputs::kBytes, 0), dx);
+    fetch(row + DEPTH * step, ring + at);
     at = at == (DEPTH - 1) * kRow ? 0 : at + kRow;
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS)
     wait_copies<0>();
     __syncthreads();
     // Neighbouring lanes use neighbouring banks.
-    auto* teams = reinterpret_cast<A(*)[VEC][LANES]>(waiting);
+    auto* teams = reinterpret_cast<A(*)[VEC][LANES]>(ring);
     if (team > 0) {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) teams[team - 1][i][lane] = total[i];

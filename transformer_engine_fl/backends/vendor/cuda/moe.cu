@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
   const int token = static_cast<int>(team_of_grid());
   const long long pairs = static_cast<long long>(tokens) * topk;
   if (token < tokens) {
-    Token moving(x + token * x_step, units);
+    Token copier(x + token * x_step, units);
     wait_for_predecessor();
     const Indices<TI> indices{experts, topk, token_step, slot_step};
     int* rows = rows_of[team()];
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
         }
       }
       sync_team();
-      moving.copy_to(y, rows, count);
+      copier.copy_to(y, rows, count);
     }
   }
   zero_rows_from(y, pairs, have, units);
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
   const int lane = member() % 32;
   const int warp = member() / 32;
   if (token < tokens) {
-    Token moving(x + token * x_step, units);
+    Token copier(x + token * x_step, units);
     const Routing routing{routed, token_step, expert_step};
     // The 32 experts below `top` that a warp looks at. No earlier kernel wrote the mask.
     const auto lowest_below = [&](int top) { return top - 32 * (warp + 1); };
@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
         }
       }
       sync_team();
-      moving.copy_to(y, rows, count);
+      copier.copy_to(y, rows, count);
       taken += count;
     }
     for (int at = taken + member(); at < experts; at += LANES) {
@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
   release_dependents();
   const int token = static_cast<int>(team_of_grid());
   if (token >= tokens) return;
-  Token moving(x + token * x_step, units);
+  Token copier(x + token * x_step, units);
   const Map map{entries, slots, have, token_step, slot_step};
   const int places = map.places_of(token);
   int* rows = rows_of[team()];
@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
       if (row >= 0) owner[row] = token * slots + place;
     }
     sync_team();
-    moving.copy_to(y, rows, least(places - first, LANES));
+    copier.copy_to(y, rows, least(places - first, LANES));
   }
 }
 

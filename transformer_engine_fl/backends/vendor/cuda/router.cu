@@ -119,7 +119,7 @@ using Key = KeyOf<A>::type;
 constexpr Key kHighest = sizeof(Key) == 8 ? static_cast<Key>(0x7fffffffffffffffll)
                                           : static_cast<Key>(0x7fffffff);
 constexpr Key kLowest = -kHighest - 1;  // belongs to no number
-constexpr int kNobody = 0x7fffffff;
+constexpr int kNoIndex = 0x7fffffff;
 
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
 __device__ __forceinline__ long long bits_of(double x) { return __double_as_longlong(x); }
@@ -127,13 +127,13 @@ __device__ __forceinline__ float of_bits(int bits) { return __int_as_float(bits)
 __device__ __forceinline__ double of_bits(long long bits) { return __longlong_as_double(bits); }
 
 // From the bits of a number to an integer of the same order, and back.
-__device__ __forceinline__ Key turned(Key bits) {
+__device__ __forceinline__ Key sortable_bits(Key bits) {
   return bits < 0 ? bits ^ kHighest : bits;
 }
 
 // Both zeros have the same key, and NaN has the highest.
 __device__ __forceinline__ Key key_of(A x) {
-  const Key key = x == A(0) ? Key(0) : turned(bits_of(x));
+  const Key key = x == A(0) ? Key(0) : sortable_bits(bits_of(x));
   return x != x ? kHighest : key;
 }
 
@@ -141,7 +141,7 @@ struct Best {
   Key key;
   int at;
 
-  __device__ __forceinline__ void meet(Key other, int place) {
+  __device__ __forceinline__ void merge(Key other, int place) {
     if (other > key || (other == key && place < at)) {
       key = other;
       at = place;
@@ -154,12 +154,12 @@ template <int Width>
 __device__ __forceinline__ Best best_of(Best own) {
   if constexpr (Width == 32 && sizeof(Key) == 4) {
     const int key = __reduce_max_sync(kWholeWarp, static_cast<int>(own.key));
-    return {key, __reduce_min_sync(kWholeWarp, own.key == key ? own.at : kNobody)};
+    return {key, __reduce_min_sync(kWholeWarp, own.key == key ? own.at : kNoIndex)};
   } else {
 #pragma unroll
     for (int offset = Width / 2; offset > 0; offset /= 2) {
       const Key key = __shfl_xor_sync(kWholeWarp, own.key, offset);
-      own.meet(key, __shfl_xor_sync(kWholeWarp, own.at, offset));
+      own.merge(key, __shfl_xor_sync(kWholeWarp, own.at, offset));
     }
     return own;
   }
@@ -176,18 +176,18 @@ class BestOfRow {
       __shared__ int places[2][kWarps];
       const int lane = threadIdx.x % 32;
       if (lane == 0) {
-        keys[turn_][threadIdx.x / 32] = own.key;
-        places[turn_][threadIdx.x / 32] = own.at;
+        keys[buffer_][threadIdx.x / 32] = own.key;
+        places[buffer_][threadIdx.x / 32] = own.at;
       }
       __syncthreads();
-      own = best_of<32>({keys[turn_][lane % kWarps], places[turn_][lane % kWarps]});
-      turn_ ^= 1;
+      own = best_of<32>({keys[buffer_][lane % kWarps], places[buffer_][lane % kWarps]});
+      buffer_ ^= 1;
     }
     return own;
   }
 
  private:
-  int turn_ = 0;
+  int buffer_ = 0;
 };
 
 // ----------------------------------------------------------------------------- groups
@@ -223,15 +223,15 @@ struct Groups {
       Best last = {kHighest, -1};
       A sum = 0;
       for (int n = 0; n < counted; ++n) {
-        Best best = {kLowest, kNobody};
+        Best best = {kLowest, kNoIndex};
         if (group < number) {
           for (int at = member() % SHARE; at < size; at += SHARE) {
             const Key key = own[at];
-            if (key < last.key || (key == last.key && at > last.at)) best.meet(key, at);
+            if (key < last.key || (key == last.key && at > last.at)) best.merge(key, at);
           }
         }
         last = best_of<SHARE>(best);
-        sum += of_bits(turned(last.key));
+        sum += of_bits(sortable_bits(last.key));
       }
       if (group < number && member() % SHARE == 0) sums[group] = key_of(sum);
     }
@@ -401,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
   unsigned chosen = 0;
   BestOfRow best_of_row;
   for (int n = 0; n < topk; ++n) {
-    Best own = {kLowest, kNobody};
+    Best own = {kLowest, kNoIndex};
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (keys[i] > own.key) own = {keys[i], expert_of(i)};

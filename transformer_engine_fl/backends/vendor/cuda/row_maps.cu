@@ -123,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     count[i] = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const int of_warp = held[w][bucket];
+      const int warp_count = held[w][bucket];
       held[w][bucket] = count[i];
-      count[i] += of_warp;
+      count[i] += warp_count;
     }
     own += count[i];
   }

@@ -34,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(LANES)
   // Through shared memory: the compiler keeps only a few loads into registers in flight.
   constexpr int kBatch = 16;
   static_assert(sizeof(TS) * VEC == 16, "a group's copy must be 16 bytes");
-  __shared__ __align__(16) unsigned char waiting[kBatch][LANES][16];
+  __shared__ __align__(16) unsigned char buffer[kBatch][LANES][16];
 #pragma unroll 1
   for (int first = 0; first < groups; first += kBatch) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      copy_async<16, kOnce>(waiting[i][threadIdx.x], 0,
+      copy_async<16, kOnce>(buffer[i][threadIdx.x], 0,
                             source + static_cast<long long>(first + i) * columns,
                             column < columns && first + i < groups);
     }
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       TS value[VEC];  // zeros past the end
-      decode(read_chunks<TS, VEC>(waiting[i][threadIdx.x], 16), value);
+      decode(read_chunks<TS, VEC>(buffer[i][threadIdx.x], 16), value);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) total[j] += value[j];
     }
