@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has launched nothing."""
-    monkeypatch.setattr(_exchange, "_of_streams", {})
+    monkeypatch.setattr(_exchange, "_slots_by_stream", {})
 
 
 def on_stream(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
@@ -55,7 +55,7 @@ def test_a_graph_has_slots_of_its_own_each_time(monkeypatch: pytest.MonkeyPatch)
     assert first == other_first == 1
     assert slots is not other_slots
     assert slots.numel() == 4 * _exchange.EPOCHS * _exchange.SUMS
-    assert not _exchange._of_streams
+    assert not _exchange._slots_by_stream
 
 
 def test_there_are_as_many_slots_as_the_largest_grid_needs() -> None:
@@ -152,7 +152,7 @@ def test_streams_that_are_others_in_each_thread_keep_no_tables_of_lists() -> Non
     layout = _Layout("op", demand, [[tensor]], lambda numbers, device: torch.tensor(numbers))
     layout.device = torch.device("cuda", 0)
     pointers = ((tensor.data_ptr(),),)
-    first, second = (layout.kept_tables("op", pointers, [False]) for _ in range(2))
+    first, second = (layout.cached_tables("op", pointers, [False]) for _ in range(2))
     assert first is not second
     assert not layout._tables
 

@@ -398,29 +398,29 @@ def test_which_rows_are_those_of_blocks_that_exchange_through_memory(
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL, ADA], ids=["sm_90", "sm_120", "sm_89"])
 def test_rows_that_begin_anywhere_have_threads_for_little_more(device: _launch.Limits) -> None:
     low = torch.bfloat16
-    strewn = 0
+    striped = 0
     for columns in (*range(129, 9000, 251), *range(9001, 262_144, 4093)):
         tiles = []
         for centred, add in ((False, None), (True, None), (False, low)):
             key = normalization.ForwardKey(
                 columns, 1, low, low, low, low, centred, False, add is not None
             )
-            if key.strewn:
+            if key.striped:
                 tiles.append(key.tile(device))
             back = normalization.BackwardKey(columns, 1, low, low, low, centred, False, add)
-            if back.strewn:
+            if back.striped:
                 tiles.append(normalization.backward_sources(back, device)[1])
         for tile in tiles:
             if tile is None:  # read twice
                 assert columns > (16_384 if device.has_clusters else 8_192)
                 continue
-            assert tile.strewn
+            assert tile.striped
             assert tile.vec == 8
             assert tile.lanes % 32 == 0
             assert tile.threads <= 1024
             assert columns <= tile.room <= 1.6 * columns
-            strewn += 1
-    assert strewn > 150
+            striped += 1
+    assert striped > 150
 
 
 @pytest.mark.parametrize("most_blocks", [16, 8])
@@ -448,12 +448,12 @@ def test_only_rows_of_half_precision_begin_anywhere() -> None:
     for types in ((full, full, full, full), (low, full, low, low), (low, low, low, full)):
         tile = normalization.ForwardKey(4097, 1, *types, False, False).tile(HOPPER)
         assert tile is not None
-        assert not tile.strewn
+        assert not tile.striped
     for x, dy, gamma in ((full, full, full), (low, full, low), (low, low, full)):
         key = normalization.BackwardKey(4097, 1, x, dy, gamma, False, False)
         tile = normalization.backward_sources(key, HOPPER)[1]
         assert tile is not None
-        assert not tile.strewn
+        assert not tile.striped
 
 
 @pytest.mark.parametrize(("centred", "added"), [(False, False), (False, True), (True, False)])
@@ -611,7 +611,7 @@ def test_which_rows_wait_in_the_shared_memory_of_small_blocks(
     tile, way = key.spread(HOPPER)
     assert tile is not None
     if spread is None:
-        monkeypatch.setattr(normalization, "WAITING", ())
+        monkeypatch.setattr(normalization, "IN_SHARED_MEMORY", ())
         assert key.spread(HOPPER) == (tile, way)
     else:
         assert (tile.lanes, tile.cluster, tile.vecs, tile.blocks) == spread
@@ -640,7 +640,7 @@ def test_only_plain_rows_of_half_precision_wait_so(
         for centred in {False, not added}
     ]
     found = [key.spread(HOPPER) for key in keys]
-    monkeypatch.setattr(normalization, "WAITING", ())
+    monkeypatch.setattr(normalization, "IN_SHARED_MEMORY", ())
     assert found == [key.spread(HOPPER) for key in keys]
 
 

@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tiles, so that small tensors go every way through a kernel; nothing is kept yet."""
     for name in optimizer.TILES:
         monkeypatch.setitem(optimizer.TILES, name, Tiles(THREADS, TILE, CHUNK))
-    layouts = optimizer._operators._listing.layouts
+    layouts = optimizer._operators._preparer.layouts
     layouts.clear()
     yield
     layouts.clear()
@@ -106,8 +106,8 @@ def test_numbers_come_to_the_device(count: int, device: str) -> None:
 def test_a_second_step_makes_no_table(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = adam_lists([5, CHUNK + 1], device, FULL, FULL)
     optimizer.multi_tensor_adam(*lists, 0.1, 1)
-    listing = optimizer._operators._listing
-    (layout,) = listing.layouts.values()
+    preparer = optimizer._operators._preparer
+    (layout,) = preparer.layouts.values()
     monkeypatch.setattr(layout, "_numbers_on_device", None)
     check("multi_tensor_adam", *lists, 0.1, 2)
 
@@ -158,7 +158,7 @@ def test_a_graph_outlives_what_is_kept() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.multi_tensor_adam(*lists, 0.1, 1)
-    optimizer._operators._listing.layouts.clear()
+    optimizer._operators._preparer.layouts.clear()
     torch.cuda.empty_cache()
     for _ in range(2):
         graph.replay()

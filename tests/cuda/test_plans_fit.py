@@ -30,7 +30,7 @@ from transformer_engine_fl.backends.vendor.cuda import (
 from transformer_engine_fl.backends.vendor.cuda._arguments import vector_width
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation, architecture
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES, WAYS
+from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES, EXCHANGE_OPTIONS
 from transformer_engine_fl.core.errors import NotSupportedError
 
 COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
@@ -80,7 +80,7 @@ def normalizations(device: Limits) -> Iterator[Plan]:
                 width = cast.recipe.width
                 if columns % 16 or (tile and width // tile.vec > 32 and tile.lanes >= 32):
                     continue  # cast by the kernels of casts
-            for way in WAYS if cast is None else WAYS[:1]:
+            for way in EXCHANGE_OPTIONS if cast is None else EXCHANGE_OPTIONS[:1]:
                 yield normalization.forward_source(key, device, *way)[:2]
         for dy, gamma, add in (
             (LOW, LOW, None),
@@ -90,7 +90,7 @@ def normalizations(device: Limits) -> Iterator[Plan]:
             (DOUBLE, DOUBLE, DOUBLE),
         ):
             both = (False, True)[: 2 - bool(add)]
-            for centred, way in itertools.product(both, WAYS):
+            for centred, way in itertools.product(both, EXCHANGE_OPTIONS):
                 back = normalization.BackwardKey(columns, access, x, dy, gamma, centred, False, add)
                 yield from normalization.backward_sources(back, device, *way)[0]
 
@@ -98,9 +98,9 @@ def normalizations(device: Limits) -> Iterator[Plan]:
 def softmaxes(device: Limits) -> Iterator[Plan]:
     for columns, x, dy in itertools.product(WIDTHS, DTYPES, (None, *DTYPES)):
         key = softmax.Key(columns, vector_width(columns, x.itemsize), x, dy)
-        for way in WAYS:
+        for way in EXCHANGE_OPTIONS:
             yield softmax.source(key, device, *way)[:2]
-            if dy is None and key.strewn:
+            if dy is None and key.striped:
                 for other in ({"causal": True}, {"mask_step": 1}, {"gradients": x}):
                     yield softmax.source(replace(key, **other), device, *way)[:2]
 
@@ -177,9 +177,9 @@ def declared(source: Specialisation) -> int:
     if kernel == ("router", "choose"):
         return router.EXCHANGED
     if kernel == ("casting", "cast_tiles"):
-        blocks = 128 // macros["WIDTH"] if macros["WIDTH"] and macros["TURNED"] else 0
+        blocks = 128 // macros["WIDTH"] if macros["WIDTH"] and macros["TRANSPOSED"] else 0
         scales = 128 * blocks * {"float32": 4, "e8m0": 1, "e4m3": 1}[macros["SCALES"]]
-        columns = 4 * 64 * 8 if macros["WIDTH"] > 32 and macros["TURNED"] else 0
+        columns = 4 * 64 * 8 if macros["WIDTH"] > 32 and macros["TRANSPOSED"] else 0
         return int(32 + scales + columns + macros["SUMS"] * 8 * 8 * 17 * 4)
     return 0  # no launch asks for more
 

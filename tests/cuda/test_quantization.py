@@ -128,10 +128,10 @@ def test_rows_that_are_under_way_together(
 
 
 @pytest.mark.parametrize("format", ["block_1x128", "mxfp8"])
-def test_scales_that_many_tiles_leave_aside(
+def test_scales_that_many_tiles_stage(
     format: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_casting, "ASIDE_TILES", 1)
+    monkeypatch.setattr(_casting, "STAGED_SCALES_TILES", 1)
     options = {"format": format, **BOTH_WAYS}
     for rows, columns in ((128, 128), (384, 256), (128, 128 * 65), (128 * 65, 128)):
         x = values(rows, columns).to(device)

@@ -387,7 +387,7 @@ def test_calls_forgotten_while_one_is_watched_stay_forgotten(
     assert not _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
 
 
-@pytest.mark.parametrize("member", ["_at_hand", "last"])
+@pytest.mark.parametrize("member", ["_recent", "last"])
 def test_calls_forgotten_while_one_is_remembered_stay_forgotten(member: str) -> None:
     class Interrupted(_repeats._Calls):
         """Another thread forgets every call right before one is remembered."""
@@ -405,7 +405,7 @@ def test_calls_forgotten_while_one_is_remembered_stay_forgotten(member: str) -> 
     finally:
         calls.__class__ = _repeats._Calls
     assert not _is_repeat(operator, _rows(), gamma, 1e-5, False, None)
-    assert calls._at_hand == ()
+    assert calls._recent == ()
 
 
 def test_calls_forgotten_while_an_older_one_is_repeated_stay_forgotten() -> None:
@@ -590,14 +590,14 @@ def test_a_variable_switches_repeating_off(monkeypatch: pytest.MonkeyPatch) -> N
         return input
 
     settings = dataclasses.replace(get_environment(), repeat_calls=False)
-    assert _repeats.look([torch.ones(3)])
+    assert _repeats.tensor_guard([torch.ones(3)])
     monkeypatch.setattr(_repeats, "get_environment", lambda: settings)
     assert _repeats.repeating(operator) is operator
-    assert _repeats.look([torch.ones(3)]) is None
+    assert _repeats.tensor_guard([torch.ones(3)]) is None
 
 
 def test_a_look_sees_all_but_where_tensors_are_and_what_they_hold() -> None:
-    alike = _repeats.look([torch.ones(3, 4), torch.nn.Parameter(torch.ones(2))])
+    alike = _repeats.tensor_guard([torch.ones(3, 4), torch.nn.Parameter(torch.ones(2))])
     assert alike
     first, second = torch.zeros(3, 4), torch.nn.Parameter(torch.zeros(2))
     assert alike([first, second])
@@ -610,7 +610,7 @@ def test_a_look_sees_all_but_where_tensors_are_and_what_they_hold() -> None:
     assert not any(map(alike, others))
     with FakeTensorMode():
         assert not alike([first, second])
-    assert _repeats.look([first.to_sparse()]) is None
+    assert _repeats.tensor_guard([first.to_sparse()]) is None
 
 
 # ----------------------------------------------------------------------- repeated launches

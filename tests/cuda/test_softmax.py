@@ -13,7 +13,11 @@ from torch import Tensor
 from transformer_engine_fl.backends.vendor.cuda import _launch, softmax
 from transformer_engine_fl.backends.vendor.cuda._arguments import Plans
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK, WAYS, is_strewn
+from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    EXCHANGE_OPTIONS,
+    SHARED_PER_BLOCK,
+    is_striped,
+)
 from transformer_engine_fl.core.errors import ArgumentError
 
 check = checking(softmax)
@@ -30,11 +34,11 @@ WIDTHS = (1, 7, 129, 1024, 1536, 2052, 4096, 5003, 8192, 20001, 32768, 65536, 26
 def test_a_tile_covers_its_row_and_fits_a_block(
     columns: int, sizes: tuple[int, ...], device: Limits
 ) -> None:
-    tile = softmax.row_tile(columns, sizes, device, strewn=is_strewn(columns, *sizes))
+    tile = softmax.row_tile(columns, sizes, device, striped=is_striped(columns, *sizes))
     if tile is None:  # served by the kernels for wide rows
         assert columns > 4096
         return
-    assert tile.strewn or columns % tile.vec == 0
+    assert tile.striped or columns % tile.vec == 0
     assert tile.held * tile.lanes * tile.cluster >= columns
     assert tile.threads <= 1024
     kept = softmax._shared_bytes(tile, sizes)
@@ -45,24 +49,24 @@ def test_a_tile_covers_its_row_and_fits_a_block(
 @pytest.mark.parametrize("device", [HOPPER, SMALL, AMPERE], ids=["sm_90", "sm_120", "sm_80"])
 def test_rows_that_begin_anywhere_have_threads_for_little_more(device: Limits) -> None:
     low = torch.bfloat16
-    strewn = 0
+    striped = 0
     for columns in (*range(129, 9000, 251), *range(9001, 262_144, 4093)):
         for dy, sizes in ((None, (2,)), (low, (2, 2))):
             key = softmax.Key(columns, 1, low, dy)
-            if not key.strewn:
+            if not key.striped:
                 assert columns % 8 == 0 or columns < 342 or (columns % 4 == 0 and columns < 8193)
                 continue
             tile = softmax.source(key, device)[2]
             if tile is None:  # read twice
                 assert columns > 32_768
                 continue
-            assert tile.strewn
+            assert tile.striped
             assert tile.lanes % 32 == 0
             assert columns <= tile.room <= 1.5 * columns
             kept = softmax._shared_bytes(tile, sizes) + softmax._exchanged(tile, sizes)
             assert kept <= device.shared_per_block
-            strewn += 1
-    assert strewn > 70
+            striped += 1
+    assert striped > 70
 
 
 @pytest.mark.parametrize("most_blocks", [16, 8])
@@ -81,10 +85,10 @@ def test_rows_that_begin_anywhere_are_read_twice_beyond_a_width(
         assert all(whole) or device is not HOPPER
 
 
-def test_which_rows_are_strewn() -> None:
+def test_which_rows_are_striped() -> None:
     low, full = torch.bfloat16, torch.float32
     plain, masked, losses = ({}, {"mask_step": 1}, {"gradients": low})
-    for columns, access, options, strewn in (
+    for columns, access, options, striped in (
         (255, 1, plain, True),
         (257, 1, plain, False),  # would leave half of its warps' vectors empty
         (513, 1, plain, True),
@@ -100,8 +104,8 @@ def test_which_rows_are_strewn() -> None:
         (4097, 1, {"dy": full}, False),
     ):
         key = softmax.Key(columns, access, low, **options)
-        assert key.strewn is strewn, key
-    assert not softmax.Key(4097, 1, full).strewn
+        assert key.striped is striped, key
+    assert not softmax.Key(4097, 1, full).striped
 
 
 @pytest.mark.parametrize(
@@ -157,10 +161,11 @@ def test_which_scores_a_block_spreads_over_all_threads_of_a_multiprocessor(
 def test_which_scores_wait_in_shared_memory_of_several_blocks(
     columns: int, team: tuple[int, int], vecs: int, blocks: int
 ) -> None:
-    tile = softmax.waiting_tile(columns, 2, HOPPER)
+    tile = softmax.shared_memory_tile(columns, 2, HOPPER)
     assert tile is not None
     assert ((tile.lanes, tile.cluster), tile.vecs, tile.blocks) == (team, vecs, blocks)
-    fewer = softmax.waiting_tile(columns, 2, HOPPER, 8)  # where no more blocks may share a row
+    # Where no more than eight blocks may share a row.
+    fewer = softmax.shared_memory_tile(columns, 2, HOPPER, 8)
     assert fewer is not None
     assert (fewer == tile) is (team[1] <= 8)
     assert fewer.cluster <= 8
@@ -170,7 +175,7 @@ def test_which_scores_wait_in_shared_memory_of_several_blocks(
 def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> None:
     waiting = 0
     for columns in range(8, 270_000, 1016):
-        tile = softmax.waiting_tile(columns, 2, device)
+        tile = softmax.shared_memory_tile(columns, 2, device)
         if tile is None:
             continue
         waiting += 1
@@ -197,7 +202,7 @@ def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> Non
     ],
 )
 def test_which_scores_do_not_wait_in_shared_memory(columns: int, size: int, device: Limits) -> None:
-    assert softmax.waiting_tile(columns, size, device) is None
+    assert softmax.shared_memory_tile(columns, size, device) is None
 
 
 def test_a_block_without_room_for_a_gradients_row_shares_it() -> None:
@@ -361,7 +366,7 @@ def test_it_can_be_captured_and_replayed(columns: int) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launch is cooperative, so that blocks which share a row are clusters."""
-    monkeypatch.setattr(softmax, "WAYS", WAYS[1:])
+    monkeypatch.setattr(softmax, "EXCHANGE_OPTIONS", EXCHANGE_OPTIONS[1:])
     monkeypatch.setattr(softmax, "_plans", Plans())
 
 

@@ -405,4 +405,4 @@ def _forget() -> None:
     for known in (gemm._known, attention._known):
         known._seen.clear()
     gemm._known_groups._found.clear()
-    optimizer._operators._listing.layouts.clear()
+    optimizer._operators._preparer.layouts.clear()

@@ -33,7 +33,7 @@ inline void wait_for(unsigned long long* counter, unsigned phase) {
 
 using FlaggedSlot = unsigned long long;
 
-inline unsigned block_again() { return blockIdx.x; }
+inline unsigned reread_block_index() { return blockIdx.x; }
 
 inline void prefetch_slot(const FlaggedSlot*) {}
 

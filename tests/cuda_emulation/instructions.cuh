@@ -67,7 +67,7 @@ inline void read_shared(unsigned* to, const void* from) {
   memcpy(to, from, 16);
 }
 
-enum Reading { kAgain, kOnce, kPlain };
+enum Reading { kReused, kOnce, kPlain };
 
 template <int Bytes, Reading How>
 inline void copy_async_piece(void* to, int at, const void* from, int bytes) {

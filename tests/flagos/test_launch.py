@@ -199,9 +199,9 @@ def test_no_more_programs_share_rows_than_a_multiprocessor_runs(
     assert rows.groups(100 * groups) == groups
 
 
-@pytest.mark.parametrize(("behind", "stages"), [(0, 4), (1, 3)])
+@pytest.mark.parametrize(("stages_in_use", "stages"), [(0, 4), (1, 3)])
 def test_no_more_stages_are_asked_for_than_programs_have_room_for(
-    behind: int, stages: int, log: Log, monkeypatch: pytest.MonkeyPatch
+    stages_in_use: int, stages: int, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 4 * (_rows._SUMS_BYTES + 3 * 1024 * 2)  # for three stages beside the sums, four times
     monkeypatch.setattr(_launch, "limits", lambda device: _launch.Limits(10, room, 32, 65_536, 90))
@@ -209,7 +209,9 @@ def test_no_more_stages_are_asked_for_than_programs_have_room_for(
     cut = _rows.Cut(threads=32, width=1024, programs=4, stages=8, shared=True)
     kernel = StubKernel(log)
     kernel.arg_names = ("STAGES",)
-    rows = _rows.SharedRows(kernel, torch.device("cuda:1"), cut, 4096, 1, torch.float32, 2, behind)
+    rows = _rows.SharedRows(
+        kernel, torch.device("cuda:1"), cut, 4096, 1, torch.float32, 2, stages_in_use
+    )
     assert [launch._constants for launch in rows._launches] == [{"STAGES": stages}]
 
 

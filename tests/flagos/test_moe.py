@@ -72,9 +72,9 @@ def test_tokens_that_are_copied_first_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     launches: list[bool] = []
-    monkeypatch.setattr(flagos, "follows", lambda device: True)
+    monkeypatch.setattr(flagos, "has_dependent_launches", lambda device: True)
     monkeypatch.setattr(
-        flagos, "launch_rows", lambda *call, FOLLOWS, **how: launches.append(FOLLOWS)
+        flagos, "launch_rows", lambda *call, DEPENDENT, **how: launches.append(DEPENDENT)
     )
     x, indices = numbers(6, 8, device=device), torch.zeros(6, 2, dtype=torch.int32, device=device)
     routed = torch.zeros(6, 3, dtype=torch.bool, device=device)

@@ -203,7 +203,7 @@ def test_few_rows_have_the_bits_of_many(
     (plan,) = flagos._FORWARD_PLANS.values()
     if not isinstance(plan.run, _rows.WholeRows):
         pytest.skip("rows of this width are in pieces")
-    assert plan.run._few is not plan.run._launch
+    assert plan.run._low_occupancy is not plan.run._launch
     assert plan.run.groups(2) <= multiprocessors < plan.run.groups(len(x))
     for one, other in zip(many, few, strict=True):
         assert torch.equal(one[:2], other)
@@ -223,7 +223,7 @@ def test_no_kernel_is_loaded_for_few_rows_while_a_graph_is_captured(
 
     rows = _rows.WholeRows.__new__(_rows.WholeRows)
     few, many = Known(loaded), Known(True)
-    rows._few, rows._launch = few, many  # type: ignore[assignment]
+    rows._low_occupancy, rows._launch = few, many  # type: ignore[assignment]
     rows._rows, rows._most, rows._multiprocessors = 1, 1000, 132
     rows._device = torch.device("cuda", 0)
     monkeypatch.setattr(_rows, "is_captured", lambda device: captured)

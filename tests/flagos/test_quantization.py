@@ -43,7 +43,7 @@ def differing(x: Tensor, **options: object) -> list[int]:
         ("block_1x128", torch.float8_e5m2, (128, 256)),
     ],
 )
-def test_scales_that_tiles_leave_aside(
+def test_scales_that_tiles_stage(
     form: str,
     dtype: torch.dtype,
     tile: tuple[int, int],
@@ -51,10 +51,12 @@ def test_scales_that_tiles_leave_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called = []
-    ordinary = _casting._run_aside
-    monkeypatch.setattr(_casting, "_ASIDE_FROM", {32: 1, 128: 1})
+    ordinary = _casting._run_staged
+    monkeypatch.setattr(_casting, "_STAGED_FROM", {32: 1, 128: 1})
     monkeypatch.setattr(_casting, "_SQUARES", lambda *kind: Block(128, *tile))
-    monkeypatch.setattr(_casting, "_run_aside", lambda *given: called.append(1) or ordinary(*given))
+    monkeypatch.setattr(
+        _casting, "_run_staged", lambda *given: called.append(1) or ordinary(*given)
+    )
     monkeypatch.setattr(_casting, "_ORDER", Block(128, 16, 64))
     monkeypatch.setattr(_casting, "_PLANS", {})
     shapes = ((384, 256), (128, 768), (640, 256), (128, 640), (640, 128))  # scales in several tiles

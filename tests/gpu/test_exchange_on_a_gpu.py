@@ -71,7 +71,7 @@ def test_slots_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> Non
     with te.with_preference("reference"):
         expected = torch.autograd.grad(program(x, w), (x, w))
     compiled = torch.compile(program, fullgraph=True, mode="reduce-overhead")
-    _exchange._of_streams.clear()
+    _exchange._slots_by_stream.clear()
     with te.with_preference(prefer):
         for _ in range(5):
             torch.compiler.cudagraph_mark_step_begin()

@@ -1,8 +1,8 @@
 """How the sets with kernels of their own take a call's arguments.
 
 A kernel needs plain memory: any other tensor is unwrapped, made dense, or declined with a reason.
-Each set defines the devices it runs on (:class:`Taking`); the contracts in ``ops`` define what an
-argument may be.
+Each set defines the devices it runs on (:class:`TensorPreparer`); the contracts in ``ops``
+define what an argument may be.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "NOT_A_TENSOR",
     "PLAIN",
-    "Taking",
+    "TensorPreparer",
     "Written",
+    "add_to_cache",
     "address_of",
+    "broadcast_mask",
     "by_rows",
     "check_fresh",
     "check_integers",
@@ -34,8 +36,6 @@ __all__ = [
     "extent",
     "fresh",
     "is_vector",
-    "keep",
-    "laid_over",
 ]
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
 _MOST_PLANS = 1024
 
 
-def keep(plans: dict[object, T], key: object, plan: T, most: int = _MOST_PLANS) -> T:
+def add_to_cache(plans: dict[object, T], key: object, plan: T, most: int = _MOST_PLANS) -> T:
     """Cache a plan. Plans are cheap to make again, so a full cache is simply cleared."""
     if len(plans) >= most:
         plans.clear()
@@ -56,8 +56,8 @@ def keep(plans: dict[object, T], key: object, plan: T, most: int = _MOST_PLANS) 
 # ----------------------------------------------------------------------------- tensors
 
 
-class Taking:
-    """How a set takes tensors.
+class TensorPreparer:
+    """Makes plain tensors, which a set's kernels can take, of a call's arguments.
 
     Args:
         refusal: gives why the set's kernels cannot run on a device; None if they can.
@@ -119,8 +119,8 @@ class Written:
 
     __slots__ = ("_memory", "dense")
 
-    def __init__(self, taking: Taking, op: str, name: str, tensor: Tensor) -> None:
-        resolved = taking.plain(op, name, tensor)
+    def __init__(self, preparer: TensorPreparer, op: str, name: str, tensor: Tensor) -> None:
+        resolved = preparer.plain(op, name, tensor)
         self._memory = _unwrapped(tensor)
         self.dense = _with_dense_columns(resolved)
 
@@ -175,7 +175,7 @@ def _row_distance(tensor: Tensor) -> int | None:
     return columns if distance is None else distance
 
 
-def laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int]]:
+def broadcast_mask(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int]]:
     """The mask as bytes, and its strides over batch, head and query, for scores of ``shape``."""
     mask = mask.expand(shape)
     if len(shape) > 4 or mask.stride(-1) not in (0, 1):

@@ -35,7 +35,7 @@ EPOCHS: Final = 4
 """Sets of slots in rotation: epoch e uses set e % EPOCHS."""
 SUMS: Final = 2
 """Partial sums that a program posts in an epoch, at most."""
-FEWEST: Final = 2**15
+MIN_SLOTS: Final = 2**15
 """Slots that a stream gets at first; more than the programs of most devices need."""
 LAST_EPOCH: Final = 2**31 - 1
 """The largest epoch: kernels may number epochs in signed 32-bit integers."""
@@ -53,7 +53,7 @@ class _Slots:
     next_epoch: int = 1
 
 
-_of_streams: dict[tuple[torch.device, int], _Slots] = {}
+_slots_by_stream: dict[tuple[torch.device, int], _Slots] = {}
 _lock = ForkSafeLock()
 
 
@@ -76,35 +76,35 @@ def slots_for(device: torch.device, programs: int, epochs: int) -> tuple[int, Te
             return 1, _zeros(count, device)
     key = device, stream
     with _lock:
-        slots = _of_streams.get(key)
+        slots = _slots_by_stream.get(key)
         if slots is None or slots.memory.numel() < count or slots.next_epoch + epochs > LAST_EPOCH:
             if slots is not None and device.type == "cuda":
                 slots.memory.record_stream(torch.cuda.current_stream(device))
-            slots = _of_streams[key] = _Slots(_kept(max(count, FEWEST), device))
+            slots = _slots_by_stream[key] = _Slots(_persistent_zeros(max(count, MIN_SLOTS), device))
         first = slots.next_epoch
         slots.next_epoch += epochs
         return first, slots.memory
 
 
-def _kept(count: int, device: torch.device) -> Tensor:
+def _persistent_zeros(count: int, device: torch.device) -> Tensor:
     """Zeros that stay valid: allocated in another thread, outside this thread's modes and
     transforms, and on another stream, outside any memory pool that this thread or its stream
     allocates from, such as the pool of a graph that is about to be captured.
     """
 
-    def on_stream_of_its_own() -> tuple[Tensor, torch.cuda.Event]:
+    def on_side_stream() -> tuple[Tensor, torch.cuda.Event]:
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             return _zeros(count, device), side.record_event()
 
     if device.type != "cuda":
-        return _by_a_thread(lambda: _zeros(count, device))
-    slots, ready = _by_a_thread(on_stream_of_its_own)
+        return _run_in_thread(lambda: _zeros(count, device))
+    slots, ready = _run_in_thread(on_side_stream)
     torch.cuda.current_stream(device).wait_event(ready)
     return slots
 
 
-def _by_a_thread(work: Callable[[], T]) -> T:
+def _run_in_thread(work: Callable[[], T]) -> T:
     """Run ``work`` in a new thread; returns its result or raises its exception.
 
     Not in an executor, which starts no more threads once the main thread has ended.
@@ -126,14 +126,14 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 
 def repeated_exchange(
-    name: Callable[[Any], str], slots: Callable[[int, int], tuple[int, Tensor]], *asked: int
+    name: Callable[[Any], str], slots: Callable[[int, int], tuple[int, Tensor]], *arguments: int
 ) -> tuple[Callable[[Any], str], str]:
     """How generated code that repeats a launch gets new epochs each time, see ``_repeats.note``.
 
     Args:
         name: gives the expression for a value in the generated code.
         slots: a function that returns the first epoch and the slots.
-        asked: the arguments of ``slots``.
+        arguments: the arguments of ``slots``.
 
     Returns:
         ``name`` extended to :data:`FIRST_EPOCH` and :data:`SLOTS`, and the statement that calls
@@ -145,5 +145,5 @@ def repeated_exchange(
             return "_its_first"
         return "_its_slots.data_ptr()" if value is SLOTS else name(value)
 
-    numbers = ", ".join(map(name, asked))
+    numbers = ", ".join(map(name, arguments))
     return named, f"_its_first, _its_slots = {name(slots)}({numbers})"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends import _repeats
-from transformer_engine_fl.backends._arguments import keep
+from transformer_engine_fl.backends._arguments import add_to_cache
 
 __all__ = ["GroupedCall", "KnownGroups"]
 
@@ -119,7 +119,7 @@ class KnownGroups(Generic[Found]):
 
     def add(self, call: GroupedCall, found: Found) -> None:
         """Keep the result for a call that is valid."""
-        alike = _repeats.look(call.tensors)
+        alike = _repeats.tensor_guard(call.tensors)
         if alike is not None:
             splits = None if call.free() else [*call.splits]
-            keep(self._found, call.key, (alike, splits, found))
+            add_to_cache(self._found, call.key, (alike, splits, found))

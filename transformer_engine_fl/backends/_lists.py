@@ -1,7 +1,7 @@
 """Lists of tensors, prepared for multi-tensor kernels: one launch processes whole lists.
 
 How numbers get onto a device, and how lists are cut into chunks, is defined by each set of
-implementations (:class:`Listing`, :class:`Demand`).
+implementations (:class:`ListPreparer`, :class:`Demand`).
 
 The i-th tensors of a call's lists are a *row*. A kernel finds its rows in a table on the device:
 first the index of each row's first chunk, then for each row its count of elements and the addresses
@@ -26,9 +26,9 @@ from torch import Tensor
 from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    add_to_cache,
     check_fresh,
     check_size,
-    keep,
 )
 from transformer_engine_fl.backends._memory import keeping_stream
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -42,8 +42,8 @@ __all__ = [
     "MOST_TABLES",
     "Demand",
     "Group",
-    "Listing",
-    "Ready",
+    "ListPreparer",
+    "PreparedLists",
     "Tiles",
 ]
 
@@ -84,13 +84,14 @@ class Demand(NamedTuple):
             size of its widest tensor.
         numbers: how many of the lists, counted from the end, hold one number for each row. Tensors
             of all other lists have as many elements as those of the first.
-        slots: whether a row's table entry ends with the index of its first chunk among all chunks.
+        chunk_starts: whether a row's table entry ends with the index of its first chunk among all
+            chunks.
     """
 
     names: tuple[str, ...]
     cut: Callable[[torch.device, int, int], Tiles]
     numbers: int = 0
-    slots: bool = False
+    chunk_starts: bool = False
 
 
 class Group(NamedTuple):
@@ -115,7 +116,7 @@ class Group(NamedTuple):
 
 class _Tables(NamedTuple):
     groups: tuple[Group, ...]
-    slots: Tensor | None
+    chunk_starts: Tensor | None
 
 
 class _Layout:
@@ -123,7 +124,8 @@ class _Layout:
 
     Attributes:
         device: the tensors' device; None if there are none.
-        slots: the index of each row's first chunk among all chunks, then the number of chunks.
+        chunk_starts: the index of each row's first chunk among all chunks, then the number of
+            chunks.
         copied: rows whose tensors do not hold their elements in the same order without gaps.
     """
 
@@ -144,15 +146,15 @@ class _Layout:
         self._dtyped = len(lists) - demand.numbers
         self._groups: dict[tuple[torch.dtype, ...], list[int]] = {}
         self.copied: set[int] = set()
-        self.slots = [0]
+        self.chunk_starts = [0]
         for row, count in enumerate(self._counts):
-            self.slots.append(self.slots[-1] + count)
+            self.chunk_starts.append(self.chunk_starts[-1] + count)
             if count:
                 tensors = [it[row] for it in lists[: self._dtyped]]
                 self._groups.setdefault(tuple([it.dtype for it in tensors]), []).append(row)
-                if not _lie_alike(tensors):
+                if not _have_same_layout(tensors):
                     self.copied.add(row)
-        check_size(op, "chunks", self.slots[-1], _MOST_CHUNKS)
+        check_size(op, "chunks", self.chunk_starts[-1], _MOST_CHUNKS)
 
     def check_memory(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> None:
         """Decline tensors without memory, and writing a tensor twice, where order would matter."""
@@ -167,7 +169,7 @@ class _Layout:
         if len(set(addresses)) != len(addresses):
             raise NotSupportedError(f"{op}: a tensor that is written is listed twice")
 
-    def kept_tables(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> _Tables:
+    def cached_tables(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> _Tables:
         """Tables for these addresses, from the cache if they are in it."""
         assert self.device is not None
         stream = keeping_stream(self.device)
@@ -177,7 +179,7 @@ class _Layout:
             self.check_memory(op, pointers, written)
             tables = self.new_tables(pointers)
             if stream is not None:
-                keep(self._tables, key, tables, MOST_TABLES)
+                add_to_cache(self._tables, key, tables, MOST_TABLES)
         return tables
 
     def new_tables(self, pointers: _Pointers) -> _Tables:
@@ -194,8 +196,12 @@ class _Layout:
             for aligned, some in enumerate(halves):
                 if some:
                     groups.append(self._group(dtypes, bool(aligned), some, pointers))
-        slots = self._numbers_on_device(self.slots, self.device) if self._demand.slots else None
-        return _Tables(tuple(groups), slots)
+        chunk_starts = (
+            self._numbers_on_device(self.chunk_starts, self.device)
+            if self._demand.chunk_starts
+            else None
+        )
+        return _Tables(tuple(groups), chunk_starts)
 
     def _group(
         self,
@@ -213,13 +219,13 @@ class _Layout:
             chunks += self._counts[row]
             body.append(self._sizes[row])
             body += [column[row] for column in pointers]
-            if self._demand.slots:
-                body.append(self.slots[row])
+            if self._demand.chunk_starts:
+                body.append(self.chunk_starts[row])
         table = self._numbers_on_device(starts + body, self.device)
         return Group(dtypes, aligned, table, len(rows), chunks, self._tiles)
 
 
-class Ready(NamedTuple):
+class PreparedLists(NamedTuple):
     """The checked arguments of a call, and what its kernels are launched with.
 
     Attributes:
@@ -227,8 +233,8 @@ class Ready(NamedTuple):
         device: the device of the lists' tensors; None if there are none.
         groups: one launch each.
         chunks: the chunks of all rows together.
-        slots: the index of each row's first chunk among all chunks, then their number; None unless
-            demanded.
+        chunk_starts: the index of each row's first chunk among all chunks, then their number; None
+            unless demanded.
         copies: (tensor, its dense copy) pairs: written back when the kernels are launched.
         written: the tensors that the call writes.
         lists: the tensors that the tables point to; they must live until the kernels are launched.
@@ -238,7 +244,7 @@ class Ready(NamedTuple):
     device: torch.device | None
     groups: tuple[Group, ...] = ()
     chunks: int = 0
-    slots: Tensor | None = None
+    chunk_starts: Tensor | None = None
     copies: Sequence[tuple[Tensor, Tensor]] = ()
     written: Sequence[Tensor] = ()
     lists: Lists = ()
@@ -251,11 +257,11 @@ class Ready(NamedTuple):
         torch.autograd.graph.increment_version(self.written)
 
 
-class Listing:
+class ListPreparer:
     """A set's way of preparing lists.
 
     Args:
-        plain: gives the same memory as a plain tensor, or declines (``Taking.plain``).
+        plain: gives the same memory as a plain tensor, or declines (``TensorPreparer.plain``).
         numbers_on_device: puts integers into a device's memory, also while a graph is captured.
 
     Attributes:
@@ -269,7 +275,9 @@ class Listing:
         self._numbers_on_device = numbers_on_device
         self.layouts: dict[object, _Layout] = {}
 
-    def ready(self, contract: Contract[..., Any], demand: Demand, **arguments: Any) -> Ready:
+    def prepare(
+        self, contract: Contract[..., Any], demand: Demand, **arguments: Any
+    ) -> PreparedLists:
         """Check a call and prepare its lists for kernels.
 
         Args:
@@ -295,17 +303,17 @@ class Listing:
             plain = [self._plain_list(op, *it) for it in zip(names, given, strict=True)]
             layout = _Layout(op, demand, plain, self._numbers_on_device)
             if seen is not None:
-                keep(self.layouts, (demand, facts), layout, MOST_LAYOUTS)
+                add_to_cache(self.layouts, (demand, facts), layout, MOST_LAYOUTS)
         others = {
             name: self._other(op, name, it) for name, it in arguments.items() if name not in names
         }
         if layout.device is None:
-            return Ready(others, None)
+            return PreparedLists(others, None)
         check_fresh(op, torch.empty((0,), device=layout.device))
         copies: list[tuple[Tensor, Tensor]] = []
         lists = given
         if seen is not None and not layout.copied:
-            tables = layout.kept_tables(op, pointers, writes)
+            tables = layout.cached_tables(op, pointers, writes)
         else:
             layout.check_memory(op, _pointers(op, given), writes)
             dense = [self._plain_list(op, *it) for it in zip(names, given, strict=True)]
@@ -321,8 +329,10 @@ class Listing:
         written = [
             it for listed, writing in zip(given, writes, strict=True) if writing for it in listed
         ]
-        slots = layout.slots[-1], tables.slots
-        return Ready(others, layout.device, tables.groups, *slots, copies, written, lists)
+        chunk_starts = layout.chunk_starts[-1], tables.chunk_starts
+        return PreparedLists(
+            others, layout.device, tables.groups, *chunk_starts, copies, written, lists
+        )
 
     def _plain_list(self, op: str, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._plain(op, f"{name}[{row}]", it) for row, it in enumerate(tensors)]
@@ -385,7 +395,7 @@ def _pointers(op: str, lists: Lists) -> _Pointers:
         raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
 
 
-def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+def _have_same_layout(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors hold their elements in the same order, without gaps."""
     if all(map(Tensor.is_contiguous, tensors)):
         return True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._arguments import check_fresh
-from transformer_engine_fl.backends._lists import Demand, Group, Listing, Tiles
+from transformer_engine_fl.backends._lists import Demand, Group, ListPreparer, Tiles
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -38,7 +38,7 @@ _FORMS = {
 _STATES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 
-def _make(launches: list[Callable[[], None]]) -> None:
+def _launch_all(launches: list[Callable[[], None]]) -> None:
     for launch in launches:
         launch()
 
@@ -47,18 +47,18 @@ class ListOperators:
     """The operators of a set.
 
     Args:
-        listing: how the set prepares lists.
+        preparer: how the set prepares lists.
         cuts: how lists are cut: for "scale", "l2norm", "adam", "sgd" and "compute_scale".
         refusal: gives why the set's kernels cannot run on a device; None if they can.
     """
 
     def __init__(
         self,
-        listing: Listing,
+        preparer: ListPreparer,
         cuts: Mapping[str, Cut],
         refusal: Callable[[torch.device], str | None],
     ) -> None:
-        self._listing = listing
+        self._preparer = preparer
         self._cuts = cuts
         self._refusal = refusal
 
@@ -89,7 +89,7 @@ class ListOperators:
     def _finish_norms(
         self,
         sums: Tensor,
-        slots: Tensor | None,
+        chunk_starts: Tensor | None,
         norm: Tensor,
         norms: Tensor | None,
         flag: Tensor | None,
@@ -98,7 +98,7 @@ class ListOperators:
 
         Args:
             sums: one for each chunk.
-            slots: the first chunk of each row, then the number of chunks; None without rows.
+            chunk_starts: the first chunk of each row, then the number of chunks; None without rows.
             norm: the norm of all.
             norms: the norm of each row, if wanted and there are rows.
             flag: set if the norm is not finite.
@@ -109,7 +109,7 @@ class ListOperators:
 
     def _scaled(self, contract: Contract[..., Any], **arguments: Any) -> None:
         demand = Demand(("inputs", "outputs"), self._cuts["scale"])
-        lists = self._listing.ready(contract, demand, **arguments)
+        lists = self._preparer.prepare(contract, demand, **arguments)
         scale, flag = lists.others["scale"], lists.others["noop_flag"]
         on_device = scale if isinstance(scale, Tensor) else None
         number = 1.0 if isinstance(scale, Tensor) else float(scale)
@@ -120,7 +120,7 @@ class ListOperators:
             for group in lists.groups
             for x, y in (group.dtypes,)
         ]
-        _make(launches)
+        _launch_all(launches)
         lists.finish()
 
     def multi_tensor_scale(
@@ -162,8 +162,8 @@ class ListOperators:
     ) -> tuple[Tensor, Tensor | None]:
         """The norm of all inputs, and the norms of each."""
         op, inputs = contract.name, arguments["inputs"]
-        demand = Demand(("inputs",), self._cuts["l2norm"], slots=True)
-        lists = self._listing.ready(contract, demand, **arguments)
+        demand = Demand(("inputs",), self._cuts["l2norm"], chunk_starts=True)
+        lists = self._preparer.prepare(contract, demand, **arguments)
         flag, scale = lists.others["noop_flag"], lists.others.get("inv_scale")
         device = lists.device
         if device is None:
@@ -186,9 +186,9 @@ class ListOperators:
             )
             for group in lists.groups
         ]
-        _make(launches)
+        _launch_all(launches)
         # Without tensors there is no table either.
-        self._finish_norms(sums, lists.slots, norm, norms if inputs else None, flag)
+        self._finish_norms(sums, lists.chunk_starts, norm, norms if inputs else None, flag)
         lists.finish()
         return norm, norms
 
@@ -227,7 +227,7 @@ class ListOperators:
         demand = Demand(
             (*_STATES, *_FORMS[form]), self._cuts["adam"], numbers=3 if form == "fp8" else 0
         )
-        lists = self._listing.ready(contract, demand, **arguments)
+        lists = self._preparer.prepare(contract, demand, **arguments)
         if not lists.groups:
             return
         given = lists.others
@@ -266,7 +266,7 @@ class ListOperators:
                 MANTISSA=_MANTISSAS.get(p),
             )
             launches.append(launch)
-        _make(launches)
+        _launch_all(launches)
         lists.finish()
 
     def multi_tensor_adam(
@@ -490,7 +490,7 @@ class ListOperators:
         momentum_lists = ("momentum_buffers",)
         copies = () if model_params is None else ("model_params",)
         demand = Demand(("grads", "params", *momentum_lists, *copies), self._cuts["sgd"])
-        lists = self._listing.ready(
+        lists = self._preparer.prepare(
             contracts.multi_tensor_sgd,
             demand,
             grads=grads,
@@ -532,7 +532,7 @@ class ListOperators:
                 DECAY_LAST=wd_after_momentum,
             )
             launches.append(launch)
-        _make(launches)
+        _launch_all(launches)
         lists.finish()
 
     # -------------------------------------------------------------------- scales
@@ -550,7 +550,7 @@ class ListOperators:
     ) -> None:
         """``multi_tensor_compute_scale_and_scale_inv`` of the contract."""
         demand = Demand(("amaxes", "scales", "scale_invs"), self._cuts["compute_scale"])
-        lists = self._listing.ready(
+        lists = self._preparer.prepare(
             contracts.multi_tensor_compute_scale_and_scale_inv,
             demand,
             amaxes=amaxes,
@@ -567,7 +567,7 @@ class ListOperators:
             self._launch_of("float_scales", demand, group, (flag,), numbers, POWERS=powers)
             for group in lists.groups
         ]
-        _make(launches)
+        _launch_all(launches)
         lists.finish()
 
     def multi_tensor_compute_scale_inv_e8m0(
@@ -575,7 +575,7 @@ class ListOperators:
     ) -> None:
         """``multi_tensor_compute_scale_inv_e8m0`` of the contract."""
         demand = Demand(("amaxes", "scale_invs"), self._cuts["compute_scale"])
-        lists = self._listing.ready(
+        lists = self._preparer.prepare(
             contracts.multi_tensor_compute_scale_inv_e8m0,
             demand,
             amaxes=amaxes,
@@ -583,5 +583,7 @@ class ListOperators:
             noop_flag=noop_flag,
         )
         flag = lists.others["noop_flag"]
-        _make([self._launch_of("e8m0_scales", demand, it, (flag,), ()) for it in lists.groups])
+        _launch_all(
+            [self._launch_of("e8m0_scales", demand, it, (flag,), ()) for it in lists.groups]
+        )
         lists.finish()

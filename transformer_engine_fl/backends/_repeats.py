@@ -45,10 +45,10 @@ __all__ = [
     "UnrepeatableError",
     "active",
     "forget",
-    "look",
     "note",
     "repeating",
     "repeating_from_starts",
+    "tensor_guard",
     "written",
 ]
 
@@ -56,7 +56,7 @@ CALLS_BEFORE = 8
 """Similar calls before one of them is recorded; a power of two."""
 LEAST_ADDRESS = 2**32
 """Integers from here on may be addresses; a launch with such an integer is not repeated."""
-_MOST_AT_HAND = 4
+_MOST_RECENT = 4
 _MOST_WATCHED = 64
 _MOST_KINDS = 256
 _MOST_LOOKS = 65536
@@ -75,12 +75,12 @@ def _tensor_guards() -> Any:
     # The result is cached for good, so it must not depend on the modes that are set now.
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            return made if _sees(made) else None
+            return made if _detects_differences(made) else None
         except (TypeError, RuntimeError, AttributeError):
             return None
 
 
-def _sees(made: Any) -> bool:
+def _detects_differences(made: Any) -> bool:
     size = (2, 4)
     like: Any = {"dtype": torch.float32, "device": "cpu"}
     one = torch.zeros(size, **like)
@@ -108,7 +108,7 @@ def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
     return check
 
 
-def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
+def tensor_guard(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
     """A guard for as many tensors: equal to these in all but addresses and contents.
 
     The guard rejects lists that contain a tensor twice. The result is None if torch has no such
@@ -392,8 +392,8 @@ class _Writer:
                 # those, and no result has been returned yet.
                 self.lines += statements(self.name, *arguments)
             else:
-                told = ", ".join([self.value(it) for it in arguments])
-                self.lines.append(f"{self.constant(function)}({told})")
+                passed_arguments = ", ".join([self.value(it) for it in arguments])
+                self.lines.append(f"{self.constant(function)}({passed_arguments})")
 
     def result(self, value: Any) -> str:
         if type(value) in (tuple, list):
@@ -504,40 +504,40 @@ class _Calls(Repeats):
 
     def forget(self) -> None:
         # These two come first, in this order. By the counter, a thread that is recording sees that
-        # it must discard the result; by ``_at_hand``, a thread that repeats an older call sees that
+        # it must discard the result; by ``_recent``, a thread that repeats an older call sees that
         # it must not keep that one as the last.
         self._times_forgotten += 1
-        self._at_hand: tuple[Callable[..., Any], ...] = ()
+        self._recent: tuple[Callable[..., Any], ...] = ()
         self.last = _never
         self.refusal: str | None = None
         self._seen: dict[Any, int] = {}
         self._watched = 0
         self._looks = 0
 
-    def unlike(self, *arguments: Any) -> Any:
+    def serve(self, *arguments: Any) -> Any:
         """Serve a call that ``last`` did not repeat; all arguments are positional."""
-        at_hand = self._at_hand
+        recent = self._recent
         most = self._declared.positional
-        for again in at_hand:
+        for again in recent:
             options = zip(self._declared.names[most:], arguments[most:], strict=True)
             found = again(*arguments[:most], **dict(options))
             if found is not MISS:
                 self.last = again
-                if self._at_hand is not at_hand:  # forget() may have run meanwhile
+                if self._recent is not recent:  # forget() may have run meanwhile
                     self.last = _never
                 return found
         if self._watched < _MOST_WATCHED and self._looks < _MOST_LOOKS and active is None:
             self._looks += 1
             key = _kind(arguments)
-            if key is not None and self._often(key):
+            if key is not None and self._should_record(key):
                 return self._watch(key, arguments)
         return self._plain(*arguments)
 
-    def _often(self, key: tuple[Any, ...]) -> bool:
+    def _should_record(self, key: tuple[Any, ...]) -> bool:
         """Whether to record this call of its kind: the 8th, the 16th, the 32nd, ...
 
         Later ones too, because the 8th may have come where recording was impossible, or its
-        generated function may have been evicted from ``_at_hand``.
+        generated function may have been evicted from ``_recent``.
         """
         count = self._seen.get(key, 0) + 1
         if len(self._seen) >= _MOST_KINDS:
@@ -576,7 +576,7 @@ class _Calls(Repeats):
             if again is None:
                 self._seen[key] = _NEVER
             else:
-                self._at_hand = (again, *self._at_hand[: _MOST_AT_HAND - 1])
+                self._recent = (again, *self._recent[: _MOST_RECENT - 1])
                 self.last = again
             if times_forgotten != self._times_forgotten:
                 self.forget()
@@ -624,9 +624,9 @@ _OPERATORS: list[_Calls] = []
 _WRAPPER = """\
 def {name}({parameters}):
     _found = _calls.last({passed})
-    return _calls.unlike({names}) if _found is _MISS else _found
+    return _calls.serve({names}) if _found is _MISS else _found
 def _other({parameters}):
-    return _calls.unlike({names})
+    return _calls.serve({names})
 def _plain({names}):
     return _operator({passed})
 """

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends._arguments import Taking
+from transformer_engine_fl.backends._arguments import TensorPreparer
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import CATALOGUE
 
@@ -87,7 +87,7 @@ def _no_data(device: torch.device) -> str | None:
 
 def _plain(op_name: str, **tensors: Tensor) -> list[Tensor]:
     """The tensors, contiguous; declines what a kernel cannot take."""
-    taking = Taking(_no_data)
+    taking = TensorPreparer(_no_data)
     found = [taking.plain(op_name, name, tensor) for name, tensor in tensors.items()]
     if not all(tensor.numel() for tensor in found):
         raise NotSupportedError(f"{op_name}: empty tensors are not supported")

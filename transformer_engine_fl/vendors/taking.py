@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from transformer_engine_fl.backends._arguments import Taking
+    from transformer_engine_fl.backends._arguments import TensorPreparer
 
 __all__ = ["Taker", "differentiating", "normal_tensor", "writable_copy"]
 
@@ -36,10 +36,10 @@ class Taker:
         self._devices = None if devices is None else frozenset(devices)
 
     @functools.cached_property
-    def _taking(self) -> Taking:
-        from transformer_engine_fl.backends._arguments import Taking  # imports torch
+    def _taking(self) -> TensorPreparer:
+        from transformer_engine_fl.backends._arguments import TensorPreparer  # imports torch
 
-        return Taking(self._refusal)
+        return TensorPreparer(self._refusal)
 
     def _refusal(self, device: torch.device) -> str | None:
         if device.type == "meta":

@@ -20,7 +20,7 @@ from transformer_engine_fl.backends.vendor.cuda.quantization import (
     dequantize_source,
     shard_source,
     swap_source,
-    turn_source,
+    transpose_source,
 )
 from transformer_engine_fl.ops._formats import FORMATS
 
@@ -42,7 +42,7 @@ def sources(device: Limits) -> Iterator[Specialisation]:
     for form in FORMATS.values():
         data: torch.dtype = getattr(torch, form.dtypes[0])
         yield dequantize_source(form.name, data, low, 8, 8 // form.values_per_byte, True)[0]
-    yield turn_source(16, aligned=True)[0]
+    yield transpose_source(16, aligned=True)[0]
     yield swap_source(16)[0]
     for casts in (False, True):
         yield shard_source(low, 8, "e4m3", casts)[0]

@@ -19,15 +19,15 @@ from transformer_engine_fl.backends import _arguments
 from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    add_to_cache,
     address_of,
+    broadcast_mask,
     by_rows,
     check_fresh,
     check_integers,
     check_numbers,
     fresh,
     is_vector,
-    keep,
-    laid_over,
 )
 from transformer_engine_fl.backends.flagos import _launch
 
@@ -49,9 +49,11 @@ __all__ = [
     "TRITON_TYPES",
     "WIDEST_UNIT",
     "Written",
+    "add_to_cache",
     "address_of",
     "addressed",
     "block_of",
+    "broadcast_mask",
     "by_rows",
     "check_across",
     "check_fresh",
@@ -64,8 +66,6 @@ __all__ = [
     "in_place",
     "is_block",
     "is_vector",
-    "keep",
-    "laid_over",
     "launch_for",
     "launch_of",
     "listed",
@@ -97,11 +97,11 @@ OTHER_BYTES = 2048
 
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
-_taking = _arguments.Taking(_launch.unsupported_device)
-plain = _taking.plain
-dense = _taking.dense
-addressed = _taking.addressed
-in_place = _taking.in_place
+_preparer = _arguments.TensorPreparer(_launch.unsupported_device)
+plain = _preparer.plain
+dense = _preparer.dense
+addressed = _preparer.addressed
+in_place = _preparer.in_place
 
 
 def rows_to_sum(op: str, tensor: Tensor) -> tuple[Tensor, int]:
@@ -124,7 +124,7 @@ class Written(_arguments.Written):
     __slots__ = ()
 
     def __init__(self, op: str, name: str, tensor: Tensor) -> None:
-        super().__init__(_taking, op, name, tensor)
+        super().__init__(_preparer, op, name, tensor)
 
 
 def launch_of(
@@ -145,7 +145,7 @@ def launch_of(
     """
     # Keyed by the plain function, since hashing a jitted one takes a lock each time.
     key = (kernel.fn, device, kinds, *options.items(), *how.items())
-    return _LAUNCHES.get(key) or keep(
+    return _LAUNCHES.get(key) or add_to_cache(
         _LAUNCHES, key, _launch.Launch(kernel, device, options=options, **how)
     )
 

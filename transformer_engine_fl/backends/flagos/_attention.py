@@ -394,13 +394,13 @@ def forward(
                 seen = _seen(i[:, None], j[None, :], lkv, shift, left, right, LEFT, RIGHT)
                 scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, axis=1))
-            taken = tl.where(higher == float("-inf"), 0.0, higher)
-            base = taken * factor
+            finite_max = tl.where(higher == float("-inf"), 0.0, higher)
+            base = finite_max * factor
             weights = _exp(scores * factor - base[:, None], NATURAL)
             # Exactly 1 while the maximum stays. As a difference of two products it would not be,
             # because a fused multiply-add rounds only one of them: each block would scale the
             # earlier sums by that error.
-            kept = _exp((highest - taken) * factor, NATURAL)
+            kept = _exp((highest - finite_max) * factor, NATURAL)
             total = total * kept + tl.sum(weights, axis=1)
             out *= kept[:, None]
             highest = higher

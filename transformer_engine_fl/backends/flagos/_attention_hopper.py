@@ -65,26 +65,26 @@ def _after(slot: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> tuple[gl.
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _turns(tiles: gl.tensor) -> gl.tensor:
+def _iterations(tiles: gl.tensor) -> gl.tensor:
     """The number of tiles that this program takes."""
     programs = gl.num_programs(0)
     rounds = tiles // programs
-    return rounds + (_dealt(rounds) < tiles).to(gl.int32)
+    return rounds + (_assigned_tile(rounds) < tiles).to(gl.int32)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _dealt(turn: gl.tensor) -> gl.tensor:
-    """The tile of this program in a round, counted by ``turn``."""
+def _assigned_tile(iteration: gl.tensor) -> gl.tensor:
+    """The tile of this program in a round, counted by ``iteration``."""
     program, programs = gl.program_id(0), gl.num_programs(0)
-    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    return iteration * programs + gl.where(iteration % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _tile(
-    turn: gl.tensor, blocks: gl.tensor, heads: gl.tensor, batch: gl.tensor, together: gl.tensor
+    iteration: gl.tensor, blocks: gl.tensor, heads: gl.tensor, batch: gl.tensor, together: gl.tensor
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """``(size, head, sequence)``; the blocks of a head are ranked by size, 0 the largest."""
-    index = _dealt(turn)
+    index = _assigned_tile(iteration)
     everything = batch * heads
     section = index // (together * blocks)
     within = index - section * together * blocks
@@ -142,14 +142,14 @@ def _softmax(
         else:
             s = gl.where(key < bound, s, float("-inf"))
     highest = gl.maximum(m, gl.max(s, 1))
-    taken = highest
+    finite_max = highest
     if MASKED:
-        taken = gl.where(highest == float("-inf"), 0.0, highest)
-    offset = taken * factor
+        finite_max = gl.where(highest == float("-inf"), 0.0, highest)
+    offset = finite_max * factor
     # Exactly 1 while the maximum stays. As a difference of two products it would not be, because a
     # fused multiply-add rounds only one of them: each block would scale the earlier sums by that
     # error.
-    alpha = _exp2((m - taken) * factor)
+    alpha = _exp2((m - finite_max) * factor)
     p = _exp2(s * factor - offset[:, None])
     return p, highest, total * alpha + gl.sum(p, 1), alpha
 
@@ -264,8 +264,8 @@ def _consumer(
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
-    for turn in range(_turns(blocks * heads * batch)):
-        block, head, sequence = _tile(turn, blocks, heads, batch, together)
+    for iteration in range(_iterations(blocks * heads * batch)):
+        block, head, sequence = _tile(iteration, blocks, heads, batch, together)
         block = blocks - 1 - block
         first_row = (2 * block + NUMBER) * ROWS
         count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
@@ -391,8 +391,8 @@ def _producer(
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
-    for turn in range(_turns(blocks * heads * batch)):
-        block, head, sequence = _tile(turn, blocks, heads, batch, together)
+    for iteration in range(_iterations(blocks * heads * batch)):
+        block, head, sequence = _tile(iteration, blocks, heads, batch, together)
         block = blocks - 1 - block
         group = head // (heads // groups)
         row = 2 * block * ROWS
@@ -646,8 +646,8 @@ def _key_consumer(
     zero = gl.to_tensor(0)
     position = zero, zero, zero, zero
     phase = gl.to_tensor(0)
-    for turn in range(_turns(blocks * groups * batch)):
-        block, group, sequence = _tile(turn, blocks, groups, batch, together)
+    for iteration in range(_iterations(blocks * groups * batch)):
+        block, group, sequence = _tile(iteration, blocks, groups, batch, together)
         first_key = (2 * block + NUMBER) * KEYS
         first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
         # From this block on, all queries of a block see every key of this tile.
@@ -713,8 +713,8 @@ def _key_producer(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for turn in range(_turns(blocks * groups * batch)):
-        block, group, sequence = _tile(turn, blocks, groups, batch, together)
+    for iteration in range(_iterations(blocks * groups * batch)):
+        block, group, sequence = _tile(iteration, blocks, groups, batch, together)
         first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
         for number in gl.static_range(2):
             at = [sequence, group, (2 * block + number) * KEYS, 0]
@@ -937,8 +937,8 @@ def _query_consumer(
     zero = gl.to_tensor(0)
     position = zero, zero, zero, zero, zero
     phase = gl.to_tensor(0)
-    for turn in range(_turns(blocks * heads * batch)):
-        block, head, sequence = _tile(turn, blocks, heads, batch, together)
+    for iteration in range(_iterations(blocks * heads * batch)):
+        block, head, sequence = _tile(iteration, blocks, heads, batch, together)
         block = blocks - 1 - block
         first_row = (2 * block + NUMBER) * ROWS
         count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
@@ -1011,8 +1011,8 @@ def _query_producer(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for turn in range(_turns(blocks * heads * batch)):
-        block, head, sequence = _tile(turn, blocks, heads, batch, together)
+    for iteration in range(_iterations(blocks * heads * batch)):
+        block, head, sequence = _tile(iteration, blocks, heads, batch, together)
         block = blocks - 1 - block
         group = head // (heads // groups)
         row = 2 * block * ROWS

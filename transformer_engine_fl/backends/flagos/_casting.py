@@ -36,19 +36,19 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     INTEGERS,
     WIDEST_UNIT,
+    add_to_cache,
     block_of,
     check_fresh,
     check_size,
-    keep,
     launch_of,
     plain,
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._dependent import (
-    following,
-    follows,
-    let_follow,
-    wait_for_last,
+    dependent_launch,
+    has_dependent_launches,
+    release_dependents,
+    wait_for_predecessor,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._moments import gain_of
@@ -269,7 +269,7 @@ def store_rows(
     """
     exists = (row < height)[:, None]
     row = row.to(tl.int64)
-    left = tl.zeros((1, 1), tl.uint8)
+    scales = tl.zeros((1, 1), tl.uint8)
     if WIDTH:
         blocks = tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH))
         amax = amax_of(tl.max(size_of(blocks, LEAVES_NAN), axis=2), LEAVES_NAN)
@@ -281,7 +281,7 @@ def store_rows(
             scale_inv_ptr += first_row * across + first_column // WIDTH
             where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
             tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
-        left = scale if SCALES == "float32" else inverse
+        scales = scale if SCALES == "float32" else inverse
     else:
         y = values * shared
     if KIND == "e2m1":
@@ -297,7 +297,7 @@ def store_rows(
     data_ptr += first_row * columns + first_column
     where = data_ptr + (row * columns)[:, None] + column[None, :]
     tl.store(where, code, mask=exists & (column < width)[None, :])
-    return left
+    return scales
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -382,7 +382,7 @@ def _store_columns(
     column = tl.arange(0, COLUMNS)
     inside = column < width
     scaled = ()
-    left = tl.zeros((1, 1), tl.uint8)
+    scales = tl.zeros((1, 1), tl.uint8)
     if WIDTH:
         HEIGHT: tl.constexpr = WIDTH // PARTS
         SHAPE: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS)
@@ -400,7 +400,7 @@ def _store_columns(
             scale_inv_ptr += first_column * down + first_unit // HEIGHT
             where = scale_inv_ptr + (column.to(tl.int64) * down)[None, :] + block[:, None]
             tl.store(where, inverse, mask=(block * HEIGHT < high)[:, None] & inside[None, :])
-        left = scale if SCALES == "float32" else inverse
+        scales = scale if SCALES == "float32" else inverse
     else:
         for part in tl.static_range(PARTS):
             scaled += (values[part] * shared[part],)
@@ -414,7 +414,7 @@ def _store_columns(
     data_ptr += first_column * units + first_unit
     where = data_ptr + (column.to(tl.int64) * units)[:, None] + unit[None, :]
     tl.store(where, tl.trans(code), mask=inside[:, None] & (unit < high)[None, :])
-    return left
+    return scales
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -586,12 +586,12 @@ def _cast_tiles(
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["units", "columns", "x_stride", "epsilon"]
 )
-def _cast_aside(
+def _cast_staged(
     x_ptr: tl.tensor,
     data_ptr: tl.tensor,
-    aside_ptr: tl.tensor,
+    staged_ptr: tl.tensor,
     data_t_ptr: tl.tensor,
-    aside_t_ptr: tl.tensor,
+    staged_t_ptr: tl.tensor,
     units: tl.int32,
     columns: tl.int64,
     x_stride: tl.int64,
@@ -607,15 +607,15 @@ def _cast_aside(
     UNIT_T: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Cast a whole tile both ways; its scales go to buffers in which they are contiguous.
 
-    A unit is four rows. ``aside`` [blocks of a row, rows], with the bytes of four rows in one
-    number, and ``aside_t`` [blocks of a column, columns] hold inverse scales, or float32 scales to
+    A unit is four rows. ``staged`` [blocks of a row, rows], with the bytes of four rows in one
+    number, and ``staged_t`` [blocks of a column, columns] hold inverse scales, or float32 scales to
     be inverted.
     """
-    let_follow(FOLLOWS)
+    release_dependents(DEPENDENT)
     HEIGHT: tl.constexpr = WIDTH // 4
     x_stride = x_stride * UNIT
     columns = columns * UNIT
@@ -634,9 +634,9 @@ def _cast_aside(
         where = x_ptr + first_row * x_stride + first_column
         where += ((unit * 4 + part).to(tl.int64) * x_stride)[:, None] + column[None, :]
         values += (fetch(where).to(tl.float32),)
-    left = ()
+    scales = ()
     for part in tl.static_range(4):
-        left += (
+        scales += (
             store_rows(
                 values[part], first_row, unit * 4 + part, ROWS * 4, first_column, COLUMNS,
                 columns, one, least, data_ptr, None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
@@ -645,21 +645,21 @@ def _cast_aside(
         )  # fmt: skip
     block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
     if SCALES == "float32":
-        pairs = tl.join(tl.join(left[0], left[2]), tl.join(left[1], left[3]))
+        pairs = tl.join(tl.join(scales[0], scales[2]), tl.join(scales[1], scales[3]))
         of_row = tl.reshape(tl.permute(pairs, (1, 0, 2, 3)), (COLUMNS // WIDTH, ROWS * 4))
         row = first_row + tl.arange(0, ROWS * 4)
-        tl.store(aside_ptr + row[None, :] + (block * units * 4)[:, None], of_row)
+        tl.store(staged_ptr + row[None, :] + (block * units * 4)[:, None], of_row)
     else:
-        of_unit = left[0].to(tl.int32)
+        of_unit = scales[0].to(tl.int32)
         for part in tl.static_range(1, 4):
-            of_unit |= left[part].to(tl.int32) << (8 * part)
-        tl.store(aside_ptr + first_unit + unit[:, None] + (block * units)[None, :], of_unit)
+            of_unit |= scales[part].to(tl.int32) << (8 * part)
+        tl.store(staged_ptr + first_unit + unit[:, None] + (block * units)[None, :], of_unit)
     below = _store_columns(
         values, first_unit, ROWS, first_column, COLUMNS, units, (one,), least, data_t_ptr,
         None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, 4, ROWS, COLUMNS,
     )  # fmt: skip
     block = first_unit // HEIGHT + tl.arange(0, ROWS // HEIGHT)
-    tl.store(aside_t_ptr + first_column + column[None, :] + (block * columns)[:, None], below)
+    tl.store(staged_t_ptr + first_column + column[None, :] + (block * columns)[:, None], below)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -695,18 +695,18 @@ def transpose_tile(
         for part in tl.static_range(1, PARTS):
             x = fetch(x_ptr + part * stride, mask)
             packed |= (x.to(tl.int32) & ((1 << BITS) - 1)) << (part * BITS)
-    turned = tl.trans(packed.to(y_ptr.dtype.element_ty))
+    transposed = tl.trans(packed.to(y_ptr.dtype.element_ty))
     y_ptr += column[:, None] * units + unit[None, :]
-    tl.store(y_ptr, turned, mask=(column < columns)[:, None] & (unit < units)[None, :])
+    tl.store(y_ptr, transposed, mask=(column < columns)[:, None] & (unit < units)[None, :])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["units", "columns", "units_t", "columns_t", "programs"]
 )
 def _order_scales(
-    aside_ptr: tl.tensor,
+    staged_ptr: tl.tensor,
     scale_inv_ptr: tl.tensor,
-    aside_t_ptr: tl.tensor,
+    staged_t_ptr: tl.tensor,
     scale_inv_t_ptr: tl.tensor,
     units: tl.int32,
     columns: tl.int64,
@@ -718,25 +718,25 @@ def _order_scales(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    """Transpose a tile of ``_cast_aside``'s buffers; the first ``programs`` are for scales of rows.
+    """Transpose a tile of ``_cast_staged``'s buffers; the first ``programs`` are for rows' scales.
 
     PARTS: 4 for bytes, 1 for float32, which are also inverted.
     """
-    wait_for_last(FOLLOWS)
+    wait_for_predecessor(DEPENDENT)
     tile = tl.program_id(0).to(tl.int64)
     columns = columns * UNIT
     columns_t = columns_t * UNIT
     if tile < programs:
         transpose_tile(
-            aside_ptr, scale_inv_ptr, tile, units, columns, columns, PARTS, ROWS, COLUMNS,
+            staged_ptr, scale_inv_ptr, tile, units, columns, columns, PARTS, ROWS, COLUMNS,
             PARTS == 1, CAST,
         )  # fmt: skip
     else:
         tile -= programs
         transpose_tile(
-            aside_t_ptr, scale_inv_t_ptr, tile, units_t, columns_t, columns_t, PARTS, ROWS,
+            staged_t_ptr, scale_inv_t_ptr, tile, units_t, columns_t, columns_t, PARTS, ROWS,
             COLUMNS, PARTS == 1, CAST,
         )  # fmt: skip
 
@@ -778,14 +778,14 @@ def _cast_strips(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Tiles below each other, cast along their rows: of one half, or the same columns of both.
 
     Column sums and the largest value stay in registers until the program's last tile; SPLIT is
     "both" or empty.
     """
-    let_follow(FOLLOWS)
+    release_dependents(DEPENDENT)
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     part = columns * UNIT
@@ -873,10 +873,10 @@ def _amax_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """The amax of many tiles; a thread loads TOGETHER elements as one number."""
-    let_follow(FOLLOWS)
+    release_dependents(DEPENDENT)
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     columns = columns * UNIT
@@ -917,10 +917,10 @@ def _largest(
     SHARED_LARGEST: tl.constexpr,
     POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    """The largest of all amaxes and, if wanted, its scale. FOLLOWS: see ``_dependent``."""
-    wait_for_last(FOLLOWS)
+    """The largest of all amaxes and, if wanted, its scale. DEPENDENT: see ``_dependent``."""
+    wait_for_predecessor(DEPENDENT)
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, amaxes, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -1026,7 +1026,7 @@ _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
 # By a block's width, the least elements of a tensor, cast both ways, whose scales are reordered by
 # a launch of their own: for smaller tensors that launch costs too much.
-_ASIDE_FROM = {32: 20 * 2**20, 128: 2**23}
+_STAGED_FROM = {32: 20 * 2**20, 128: 2**23}
 _ORDER = Block(256, 128, 128)
 
 
@@ -1312,12 +1312,12 @@ def _plan(
     return _Plan(launch, parts, rows, columns, unit_t, halved)
 
 
-def _aside_plan(source: Source, recipe: Recipe, matrix: _Matrix) -> _Plan:
+def _staged_plan(source: Source, recipe: Recipe, matrix: _Matrix) -> _Plan:
     device = source.x.device
     threads, rows, columns = _square_tile(source, recipe.width)
     unit_t = math.gcd(matrix.rows // 4, 4)
     launch = _launch.Launch(
-        _cast_aside,
+        _cast_staged,
         device,
         threads=threads,
         **recipe.constants(),
@@ -1326,7 +1326,7 @@ def _aside_plan(source: Source, recipe: Recipe, matrix: _Matrix) -> _Plan:
         UNIT_T=unit_t,
         ROWS=rows // 4,
         COLUMNS=columns,
-        FOLLOWS=follows(device),
+        DEPENDENT=has_dependent_launches(device),
     )
     return _Plan(launch, 4, rows // 4, columns, unit_t, False)
 
@@ -1347,7 +1347,7 @@ def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: boo
         ROWS=rows,
         COLUMNS=columns,
         STAGES=_STRIP_STAGES,
-        FOLLOWS=follows(device),
+        DEPENDENT=has_dependent_launches(device),
     )
     return _Plan(launch, 1, rows, columns, 1, False)
 
@@ -1366,7 +1366,7 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         ROWS=rows,
         COLUMNS=columns,
         TOGETHER=min(matrix.unit, 16 // source.x.itemsize),
-        FOLLOWS=follows(device),
+        DEPENDENT=has_dependent_launches(device),
     )
     return _AmaxPlan(launch, rows, columns, programs * _launch.limits(device).multiprocessors)
 
@@ -1391,7 +1391,7 @@ def _amaxes(op: str, source: Source) -> Tensor:
     key = (*source.key, matrix.rows == 1, min(matrix.columns, MOST_ELEMENTS), matrix.unit)
     if source.halves == 2:
         key += (matrix.columns,)
-    plan = _AMAX_PLANS.get(key) or keep(_AMAX_PLANS, key, _amax_plan(source, matrix))
+    plan = _AMAX_PLANS.get(key) or add_to_cache(_AMAX_PLANS, key, _amax_plan(source, matrix))
     tiles = _tiles(op, matrix, plan.rows, plan.columns)
     programs = max(1, min(tiles, plan.most))
     amaxes = _empty(source.x, (programs,))
@@ -1420,7 +1420,7 @@ def write_largest(
         SHARED_LARGEST=largest,
         POW2=power,
         BLOCK=_LARGEST_BLOCK,
-        **following(follows(amaxes.device)),
+        **dependent_launch(has_dependent_launches(amaxes.device)),
     )
     launch((1, 1), (amaxes, amax, scale), (amaxes.numel(), epsilon))
 
@@ -1519,7 +1519,9 @@ def _run_strips(
     """Write the outputs, cast along rows alone; returns the programs' partial column sums."""
     data, scale_inv, amax, global_scale_inv = outputs[:4]
     key = ("strips", *source.key, *recipe[1:5], matrix.unit, scale is None, with_sums, backwards)
-    plan = _PLANS.get(key) or keep(_PLANS, key, _strips_plan(source, recipe, matrix, backwards))
+    plan = _PLANS.get(key) or add_to_cache(
+        _PLANS, key, _strips_plan(source, recipe, matrix, backwards)
+    )
     down = -(-matrix.rows // plan.rows)
     across = -(-(matrix.columns // source.halves) // plan.columns)
     wanted = _STRIP_PROGRAMS * _launch.limits(source.x.device).multiprocessors
@@ -1547,10 +1549,10 @@ def _run_strips(
     return sums
 
 
-def _leaves_aside(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
+def _stages_scales(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
     """Whether blocks' scales are reordered by a launch of their own: many, and in whole tiles."""
     rows, columns = matrix.rows, matrix.columns
-    least = _ASIDE_FROM.get(recipe.width)
+    least = _STAGED_FROM.get(recipe.width)
     if not recipe.columnwise or least is None or source.kind != "identity":
         return False
     if rows * columns < least or math.gcd(rows, columns) % 128:
@@ -1559,28 +1561,28 @@ def _leaves_aside(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
     return not (rows % tall or columns % wide)
 
 
-def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantized) -> None:
+def _run_staged(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantized) -> None:
     """Cast both ways, and reorder the scales afterwards."""
     data, scale_inv, _, _, data_t, scale_inv_t = outputs
     assert data_t is not None
     assert scale_inv_t is not None
     device, rows, columns = source.x.device, matrix.rows, matrix.columns
-    key = ("aside", *source.key, *recipe[1:5], matrix.unit, math.gcd(rows // 4, 4))
-    plan = _PLANS.get(key) or keep(_PLANS, key, _aside_plan(source, recipe, matrix))
+    key = ("staged", *source.key, *recipe[1:5], matrix.unit, math.gcd(rows // 4, 4))
+    plan = _PLANS.get(key) or add_to_cache(_PLANS, key, _staged_plan(source, recipe, matrix))
     programs = rows // (plan.rows * plan.parts) * (columns // plan.columns)
     check_size(recipe.op, "programs", programs)
     # Bytes are packed by four rows.
     of_bytes = scale_inv.element_size() == 1
     dtype, parts = (torch.uint8, 4) if of_bytes else (torch.float32, 1)
-    aside = _empty(source.x, (columns // recipe.width, rows), dtype)
-    aside_t = _empty(source.x, (rows // recipe.width, columns), dtype)
+    staged = _empty(source.x, (columns // recipe.width, rows), dtype)
+    staged_t = _empty(source.x, (rows // recipe.width, columns), dtype)
 
     def words(scales: Tensor) -> Tensor:
         return scales.view(torch.int32) if of_bytes else scales
 
     plan.launch(
         (programs, 1),
-        (source.x, in_bytes(data), words(aside), data_t.view(torch.int32), aside_t),
+        (source.x, in_bytes(data), words(staged), data_t.view(torch.int32), staged_t),
         (
             rows // plan.parts // plan.unit_t, *matrix[3:5], recipe.amax_epsilon,
         ),
@@ -1597,15 +1599,15 @@ def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantiz
         ROWS=tall // 4,
         COLUMNS=wide,
         CAST=constants_of(device)["CAST"],
-        **following(follows(device)),
+        **dependent_launch(has_dependent_launches(device)),
     )
     tall = tall // 4 * parts
-    tiles = [-(-it.shape[0] // tall) * -(-it.shape[1] // wide) for it in (aside, aside_t)]
+    tiles = [-(-it.shape[0] // tall) * -(-it.shape[1] // wide) for it in (staged, staged_t)]
     launch(
         (sum(tiles), 1),
-        (aside, words(in_bytes(scale_inv)), aside_t, words(in_bytes(scale_inv_t))),
+        (staged, words(in_bytes(scale_inv)), staged_t, words(in_bytes(scale_inv_t))),
         (
-            aside.shape[0] // parts, rows // unit, aside_t.shape[0] // parts, columns // unit,
+            staged.shape[0] // parts, rows // unit, staged_t.shape[0] // parts, columns // unit,
             tiles[0],
         ),
     )  # fmt: skip
@@ -1647,8 +1649,8 @@ def _run(
             return outputs, _run_strips(
                 recipe, source, matrix, scale, outputs, with_sums, given is None
             )
-    if owners is None and not with_sums and _leaves_aside(recipe, source, matrix):
-        _run_aside(recipe, source, matrix, outputs)
+    if owners is None and not with_sums and _stages_scales(recipe, source, matrix):
+        _run_staged(recipe, source, matrix, outputs)
         return outputs, None
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
@@ -1658,7 +1660,7 @@ def _run(
     )  # fmt: skip
     if source.halves == 2:
         key += (matrix.columns,)
-    plan = _PLANS.get(key) or keep(
+    plan = _PLANS.get(key) or add_to_cache(
         _PLANS,
         key,
         _plan(source, recipe, matrix, square, counted, given is None or source.kind == "norm"),
@@ -1735,7 +1737,9 @@ def cast_with_sums(
     total = _empty(source.x, (columns,), dtype)
     unit = math.gcd(columns, WIDEST_UNIT)
     key = ("sums", columns, dtype, source.x.device)
-    adding = _TOTALS.get(key) or keep(_TOTALS, key, SumOfPrograms(columns, unit, source.x.device))
+    adding = _TOTALS.get(key) or add_to_cache(
+        _TOTALS, key, SumOfPrograms(columns, unit, source.x.device)
+    )
     adding(sums, total, None, sums.shape[0])
     return total, outputs
 

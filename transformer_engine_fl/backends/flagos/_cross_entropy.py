@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["of_z_loss", "store_loss", "to_take_off"]
+__all__ = ["of_z_loss", "softmax_shift", "store_loss"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def to_take_off(highest: tl.tensor) -> tl.tensor:
+def softmax_shift(highest: tl.tensor) -> tl.tensor:
     """What to subtract from scores before exp: the highest, or 0 if all are ``-inf`` (hidden)."""
     return tl.where(highest == float("-inf"), 0, highest)
 
@@ -45,7 +45,7 @@ def store_loss(
 
     ``summed`` is the sum of the scores, each minus ``center``.
     """
-    shift = to_take_off(highest)
+    shift = softmax_shift(highest)
     log_total = tl.log(total)
     lse = shift + log_total
     # Not computed from lse, in which a large shift would round away log_total.

@@ -429,8 +429,8 @@ def _statements(
         return before
     if ready.scratch:
         size = (grid[0] * grid[1] * ready.scratch,)
-        asked = ", ".join(map(name, (size, (1,), torch.uint8)))
-        before.append(f"_its_memory = {name(quickest(device))}({asked})")
+        passed = ", ".join(map(name, (size, (1,), torch.uint8)))
+        before.append(f"_its_memory = {name(quickest(device))}({passed})")
         behind = ["del _its_memory"]
 
     def named(value: Any) -> str:

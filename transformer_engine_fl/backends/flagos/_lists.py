@@ -9,7 +9,7 @@ from transformer_engine_fl.backends._lists import (
     ALIGNMENT,
     Demand,
     Group,
-    Listing,
+    ListPreparer,
     Tiles,
 )
 from transformer_engine_fl.backends.flagos._arguments import is_block, plain
@@ -19,15 +19,15 @@ from transformer_engine_fl.backends.flagos.tuning import Choice
 __all__ = [
     "ALIGNMENT",
     "LAYOUTS",
-    "LISTING",
+    "LIST_PREPARER",
     "Demand",
     "Group",
     "Tiles",
     "tiles_choice",
 ]
 
-LISTING = Listing(plain, numbers_on_device)
-LAYOUTS = LISTING.layouts
+LIST_PREPARER = ListPreparer(plain, numbers_on_device)
+LAYOUTS = LIST_PREPARER.layouts
 """The cached layouts of lists."""
 
 

@@ -63,8 +63,8 @@ def _finish_statistics(
     summed = gl.sum(gl.where(inside, z, 0.0), axis=1)
     z = gl.where(inside, z, float("-inf"))
     highest = gl.max(z, axis=1)
-    taken = gl.where(highest == float("-inf"), 0.0, highest)
-    total = gl.sum(gl.exp2((z - taken[:, None]) * _LOG2E), axis=1)
+    finite_max = gl.where(highest == float("-inf"), 0.0, highest)
+    total = gl.sum(gl.exp2((z - finite_max[:, None]) * _LOG2E), axis=1)
     place = stats_ptr + (tile.to(gl.int64) * m + r) * 4
     gl.store(place, highest, mask=r < m)
     gl.store(place + 1, total, mask=r < m)

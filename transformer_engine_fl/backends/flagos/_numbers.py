@@ -49,9 +49,9 @@ def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
         device: where the tensor is.
     """
     if len(numbers) > _COUNTS[0] and _can_be_copied(device):
-        told = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-        told.copy_(torch.frombuffer(array.array("q", numbers), dtype=torch.int64))
-        return told.to(device, non_blocking=True)
+        pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+        pinned.copy_(torch.frombuffer(array.array("q", numbers), dtype=torch.int64))
+        return pinned.to(device, non_blocking=True)
     count = next((it for it in _COUNTS if it >= len(numbers)), _COUNTS[-1])
     calls = -(-len(numbers) // count)
     memory = torch.empty((calls * count,), dtype=torch.int64, device=device)

@@ -26,10 +26,10 @@ from transformer_engine_fl.backends.flagos._arguments import (
     launch_of,
 )
 from transformer_engine_fl.backends.flagos._dependent import (
-    following,
-    follows,
-    let_follow,
-    wait_for_last,
+    dependent_launch,
+    has_dependent_launches,
+    release_dependents,
+    wait_for_predecessor,
 )
 
 if TYPE_CHECKING:
@@ -92,14 +92,14 @@ def _count_indices(
     PAIRS: tl.constexpr,
     BUCKETS: tl.constexpr,
     GROUPS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """A group's line, its pairs' buckets, and the extremes of the experts that share a bucket.
 
     ``extremes`` are the lowest and highest negative experts, and those of the large ones, each for
     GROUPS groups.
     """
-    let_follow(FOLLOWS)
+    release_dependents(DEPENDENT)
     group = tl.program_id(0)
     bucket_of = tl.arange(0, BUCKETS)
     total = tl.zeros((BUCKETS,), tl.int32)
@@ -149,10 +149,10 @@ def _count_mask(
     DENSE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """A group's line; its last entry is the number of the group's pairs."""
-    let_follow(FOLLOWS)
+    release_dependents(DEPENDENT)
     group = tl.program_id(0)
     experts = width * UNIT
     counts_ptr += group.to(tl.int64) * (experts + 1)
@@ -208,11 +208,11 @@ def _add_up(
     width: tl.int32,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Where each group's pairs begin; in the last column, the number of all pairs."""
-    let_follow(FOLLOWS)
-    wait_for_last(FOLLOWS)
+    release_dependents(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.arange(0, GROUPS)
     some = (group < groups)[:, None] & (column < width)[None, :]
@@ -321,11 +321,11 @@ def _place_indices(
     BESIDE: tl.constexpr,
     SUMMED: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Write the entries of a tile's pairs; rows from ``have`` on are dropped."""
-    let_follow(FOLLOWS)
-    wait_for_last(FOLLOWS)
+    release_dependents(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
     tile = tl.program_id(0)
     within = tl.arange(0, PAIRS)
     beside = tl.arange(0, BESIDE)
@@ -428,15 +428,15 @@ def _place_mask(
     FILL: tl.constexpr,
     SUMMED: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Write the lines of a tile's tokens, the probs of their rows, and the number of all pairs.
 
     The lines are filled with -1, and then the few entries of pairs are written over it. Experts are
     processed from the last block to the first, so that rows are in descending order.
     """
-    let_follow(FOLLOWS)
-    wait_for_last(FOLLOWS)
+    release_dependents(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
     tile = tl.program_id(0)
     within = tl.arange(0, TOKENS)
     token = tile * TOKENS + within
@@ -540,7 +540,7 @@ class _Groups:
                 threads=_ADD_THREADS,
                 GROUPS=self.room,
                 COLUMNS=_COLUMNS,
-                **following(follows(begins.device)),
+                **dependent_launch(has_dependent_launches(begins.device)),
             )
             launch((-(-width // _COLUMNS), 1), (self.counts, begins), (self.number, width))
             self.counts = begins
@@ -576,9 +576,9 @@ def place_by_index(
     extremes = fresh(op, row_id_map, (4, groups.room), torch.int64)
     how: dict[str, Any] = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS, "GROUPS": groups.room}
     kinds = (indices.dtype, *groups.kinds)
-    after = follows(indices.device)
+    after = has_dependent_launches(indices.device)
     count = launch_of(
-        _count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how, FOLLOWS=after
+        _count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how, DEPENDENT=after
     )
     count(
         (groups.number, 1),
@@ -598,7 +598,7 @@ def place_by_index(
         threads=_PLACE_THREADS,
         **how,
         AT_ONCE=_AT_ONCE // _PAIRS,
-        **following(after),
+        **dependent_launch(after),
     )
     put(
         (tiles, 1),
@@ -636,9 +636,9 @@ def place_by_mask(
         check_size(op, "rows, padded to whole tiles,", have + tiles * of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)
-    after = follows(routed.device)
+    after = has_dependent_launches(routed.device)
     count = launch_of(
-        _count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how, FOLLOWS=after
+        _count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how, DEPENDENT=after
     )
     count(
         (groups.number, 1),
@@ -655,7 +655,7 @@ def place_by_mask(
         FILL=_FILL,
         SUMMED=groups.summed,
         AT_ONCE=max(1, _AT_ONCE // 2 // block),
-        **following(after),
+        **dependent_launch(after),
     )
     total = fresh(op, row_id_map, (1,))
     probs_steps = (0, 0) if probs is None else probs.stride()

@@ -501,17 +501,17 @@ def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]
 _SUMS_BYTES = 2048
 _LEAST_OF_PART = 4
 """Elements of a thread in the narrowest part of a row."""
-_WIDEST_FEW = 16384
+_WIDEST_LOW_OCCUPANCY = 16384
 """Columns of the widest rows that are faster where a program gets all the registers it can use."""
 _MOST_WIDE = 16
 """Elements of a row in parts, or of one of a program's many rows, that a thread may hold in the
 computing format."""
 
 
-def _stages(way: Cut, stage_bytes: int, device: torch.device, behind: int = 0) -> int:
-    """As many stages as wanted, or as fit into shared memory beside ``behind`` more."""
+def _stages(way: Cut, stage_bytes: int, device: torch.device, stages_in_use: int = 0) -> int:
+    """As many stages as wanted, or as fit into shared memory beside ``stages_in_use`` more."""
     share = _launch.limits(device).shared_bytes // max(1, way.programs) - _SUMS_BYTES
-    return max(1, min(way.stages, 1 + share // stage_bytes - behind))
+    return max(1, min(way.stages, 1 + share // stage_bytes - stages_in_use))
 
 
 def _even(work: int, most: int) -> int:
@@ -531,13 +531,13 @@ class WholeRows:
         dtype: dtype of the sums.
         column_bytes: bytes read of a row, per column.
         least: columns of the narrowest part, a power of two.
-        constants: the kernel's constants beside ROWS, BLOCK or PARTS, STAGES, EXACT, FEW (a
-            multiprocessor has at most one program), LANES (the threads among which
+        constants: the kernel's constants beside ROWS, BLOCK or PARTS, STAGES, EXACT, LOW_OCCUPANCY
+            (a multiprocessor has at most one program), LANES (the threads among which
             :func:`by_lane` divides a part) and NARROW (in the computing format a thread's
             elements would take too many registers).
     """
 
-    __slots__ = ("_device", "_few", "_launch", "_most", "_multiprocessors", "_rows")
+    __slots__ = ("_device", "_launch", "_low_occupancy", "_most", "_multiprocessors", "_rows")
 
     def __init__(
         self,
@@ -579,10 +579,10 @@ class WholeRows:
             STAGES=_stages(tiles, self._rows * block * column_bytes, device),
             **constants,
         )
-        self._launch = make(resident=tiles.programs or tiles.resident, FEW=False)
+        self._launch = make(resident=tiles.programs or tiles.resident, LOW_OCCUPANCY=False)
         # The one program of a multiprocessor may use all its registers.
-        wants_them = "FEW" in kernel.arg_names and block <= _WIDEST_FEW
-        self._few = make(FEW=True) if wants_them else self._launch
+        wants_them = "LOW_OCCUPANCY" in kernel.arg_names and block <= _WIDEST_LOW_OCCUPANCY
+        self._low_occupancy = make(LOW_OCCUPANCY=True) if wants_them else self._launch
 
     def groups(self, rows: int) -> int:
         """The number of programs for so many rows."""
@@ -593,7 +593,7 @@ class WholeRows:
     ) -> None:
         """Start the kernel."""
         groups = self.groups(rows)
-        launch, other = self._launch, self._few
+        launch, other = self._launch, self._low_occupancy
         if groups <= self._multiprocessors:
             launch, other = other, launch
         # No kernel is loaded during graph capture; both kernels give the same bits.
@@ -617,7 +617,7 @@ class SharedRows:
         sums: sums of a row.
         dtype: dtype of the sums.
         column_bytes: bytes read of a row, per column.
-        behind: stages that are still in use when the next ones are asked for.
+        stages_in_use: stages that are still in use when the next ones are asked for.
         constants: the kernel's constants beside PIECES, BLOCK, STAGES, EXACT and STEP.
     """
 
@@ -632,7 +632,7 @@ class SharedRows:
         sums: int,
         dtype: torch.dtype,
         column_bytes: int,
-        behind: int = 0,
+        stages_in_use: int = 0,
         **constants: Any,
     ) -> None:
         double = dtype == torch.float64
@@ -653,7 +653,7 @@ class SharedRows:
         self._make_shares: Callable[[int], Tensor] | None = None
         self._shares = self.pieces * sums
         if _launch.has_ptx() and not double and self.pieces <= running:
-            stages = _stages(pieces, width * column_bytes, device, behind)
+            stages = _stages(pieces, width * column_bytes, device, stages_in_use)
             cooperative = {"launch_cooperative_grid": True}
             together = {"STEP": "together", "STAGES": stages, "options": cooperative}
             self._launches = (_launch.ExchangingLaunch(kernel, device, **together, **shared),)
@@ -694,7 +694,7 @@ def cut(
     column_bytes: int,
     *,
     has_looped: bool = False,
-    behind: int = 0,
+    stages_in_use: int = 0,
     **constants: Any,
 ) -> WholeRows | SharedRows:
     """The kernel of whole rows or that of rows in pieces, as chosen for the columns.
@@ -710,7 +710,7 @@ def cut(
         column_bytes: bytes read of a row, per column.
         has_looped: whether the kernel of whole rows has the constant LOOPED: a program has
             several tiles.
-        behind: see :class:`SharedRows`.
+        stages_in_use: see :class:`SharedRows`.
         constants: constants of either kernel.
     """
     way = choice(device, columns, itemsize, int(itemsize == 2 and columns % 2 > 0))
@@ -719,5 +719,5 @@ def cut(
             constants["LOOPED"] = way.programs > 0
         return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
     return SharedRows(
-        kernels[1], device, way, columns, sums, dtype, column_bytes, behind, **constants
+        kernels[1], device, way, columns, sums, dtype, column_bytes, stages_in_use, **constants
     )

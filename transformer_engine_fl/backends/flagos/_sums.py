@@ -12,7 +12,11 @@ import triton.language as tl
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import listed
-from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
+from transformer_engine_fl.backends.flagos._dependent import (
+    dependent_launch,
+    has_dependent_launches,
+    wait_for_predecessor,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +49,7 @@ def _sum_programs(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """The sums of ``partial`` over the programs.
 
@@ -57,7 +61,7 @@ def _sum_programs(
     inside = column < columns
     partial_ptr += tl.program_id(1).to(tl.int64) * programs * columns
     total = tl.zeros((ROWS, BLOCK), ACC)
-    wait_for_last(FOLLOWS)
+    wait_for_predecessor(DEPENDENT)
     for first in tl.range(0, programs, ROWS):
         row = first + tl.arange(0, ROWS)
         total += tl.load(
@@ -108,7 +112,7 @@ class SumOfPrograms:
                 UNIT=self._unit,
                 ROWS=rows,
                 BLOCK=block,
-                **following(follows(self._device)),
+                **dependent_launch(has_dependent_launches(self._device)),
             )
         grid = (-(-self._columns // block), results)
         launch(grid, (partial, first, second), (programs, self._columns // self._unit))

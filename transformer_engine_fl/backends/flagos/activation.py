@@ -24,12 +24,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     PLAIN,
     TRITON_TYPES,
     WIDEST_UNIT,
+    add_to_cache,
     block_of,
     by_rows,
     check_across,
     check_fresh,
     check_size,
-    keep,
     plain,
     rows_of_tile,
 )
@@ -523,7 +523,7 @@ def _run(
     unit = math.gcd(columns, grad_step, x_step, WIDEST_UNIT)
     dtypes = (x.dtype, None if grad is None else grad.dtype)
     key = (of.kind, of.gated, dtypes, min(columns, MOST_ELEMENTS), unit, x.device)
-    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(of, x.dtype, columns, unit, x.device))
+    plan = _PLANS.get(key) or add_to_cache(_PLANS, key, _plan(of, x.dtype, columns, unit, x.device))
     rows = size // columns
     check_size(of.contract.name, "rows", rows)
     tiles = -(-rows // plan.rows) * -(-columns // plan.block)
@@ -554,7 +554,7 @@ def _run_with_bias(of: _Activation, grad: Tensor, x: Tensor) -> tuple[Tensor, Te
     check_size(of.contract.name, "columns", columns)
     unit = math.gcd(columns, grad_step, x_step, WIDEST_UNIT)
     key = (of.kind, x.dtype, given.dtype, columns, unit, x.device)
-    plan = _BIAS_PLANS.get(key) or keep(
+    plan = _BIAS_PLANS.get(key) or add_to_cache(
         _BIAS_PLANS, key, _bias_plan(of, x.dtype, columns, unit, x.device)
     )
     programs, across = min(-(-rows // plan.rows), plan.most), -(-columns // plan.block)

@@ -28,6 +28,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     OTHER_BYTES,
     TRITON_TYPES,
     WIDEST_UNIT,
+    add_to_cache,
     address_of,
     block_of,
     check_integers,
@@ -36,7 +37,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     dense,
     float32_precision,
     fresh,
-    keep,
     launch_of,
     listed,
     plain,
@@ -653,7 +653,7 @@ def _sink_gradient(it: _Call, partial: Tensor | None) -> Tensor | None:
     if not tiles:
         return dsink.zero_()
     key = (heads, dsink.dtype, partial.dtype, dsink.device)
-    add = _SUMS.get(key) or keep(
+    add = _SUMS.get(key) or add_to_cache(
         _SUMS, key, SumOfPrograms(heads, math.gcd(heads, WIDEST_UNIT), dsink.device)
     )
     add(partial, dsink, None, tiles)

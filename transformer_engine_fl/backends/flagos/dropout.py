@@ -20,10 +20,10 @@ from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     TRITON_TYPES,
+    add_to_cache,
     check_fresh,
     check_numbers,
     check_size,
-    keep,
     plain,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
@@ -232,7 +232,7 @@ def _start(op: str, tensors: tuple[Tensor, Tensor, Tensor], size: int, *numbers:
     value = tensors[0]
     whole = not size % 8
     key = (op, value.dtype, whole, value.device)
-    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(op, value.dtype, whole, value.device))
+    plan = _PLANS.get(key) or add_to_cache(_PLANS, key, _plan(op, value.dtype, whole, value.device))
     programs = -(-size // plan.elements)
     check_size(op, "tiles", programs)
     plan.launch((programs, 1), tensors, (size, *numbers))

@@ -23,11 +23,11 @@ from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_o
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
+    add_to_cache,
     by_rows,
     check_numbers,
     check_size,
     fresh,
-    keep,
     listed,
     plain,
     rows_to_sum,
@@ -607,7 +607,9 @@ def _normalize(
     )  # fmt: skip
     dtypes = [None if it is None else it.dtype for it in tensors]
     key = (*dtypes, *recipe[1:5], norm.offset, columns, unit, with_amaxes, norm.x.device)
-    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(norm, recipe, unit, outputs is not None))
+    plan = _PLANS.get(key) or add_to_cache(
+        _PLANS, key, _plan(norm, recipe, unit, outputs is not None)
+    )
     rows = max(1, norm.rows)  # without rows a program writes that their amax is 0
     amaxes = fresh(recipe.op, norm.x, (plan.groups(rows),), torch.float32) if with_amaxes else None
     if norm.rows or with_amaxes:

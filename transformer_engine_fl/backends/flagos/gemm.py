@@ -32,13 +32,13 @@ from transformer_engine_fl.backends.flagos._arguments import (
     NOT_A_TENSOR,
     OTHER_BYTES,
     PLAIN,
+    add_to_cache,
     address_of,
     by_rows,
     check_across,
     check_fresh,
     check_size,
     float32_precision,
-    keep,
     plain,
 )
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
@@ -186,16 +186,18 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
     )
 
 
-def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> _Tile | None:
+def _fitted(
+    tile: _Tile, kind: str, itemsize: int, epilogue_bytes: int, shared: int
+) -> _Tile | None:
     """The tile with fewer stages or more parts, to fit in shared memory; None if it cannot fit.
 
     Args:
         itemsize: bytes of an element of the operands.
-        beside: bytes written and read in the epilogue for each element of D.
+        epilogue_bytes: bytes written and read in the epilogue for each element of D.
         shared: bytes of shared memory.
     """
     # Specialised kernels change the layout of D through shared memory, half a tile at a time.
-    finished = tile.rows * tile.columns * (1 if tile.specialize else beside)
+    finished = tile.rows * tile.columns * (1 if tile.specialize else epilogue_bytes)
     parts = tile.parts
     while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
         parts *= 2
@@ -209,7 +211,7 @@ def _chosen(
     ms: Sequence[int],
     n: int,
     itemsize: int,
-    beside: int,
+    epilogue_bytes: int,
     large: bool,
     specialize: bool,
     device: torch.device,
@@ -217,18 +219,18 @@ def _chosen(
     """The tile that was measured to be best, or else the best one by estimate.
 
     Args:
-        beside: bytes written and read in the epilogue for each element of D.
+        epilogue_bytes: bytes written and read in the epilogue for each element of D.
         large: whether large tiles are allowed.
         specialize: whether ``specialize`` tiles are allowed.
     """
-    asked = _CHOICES[kind](device, sum(ms), n)
+    configured = _CHOICES[kind](device, sum(ms), n)
     if _launch.INTERPRETED:
         return _INTERPRETED_TILES[sum(ms) <= _INTERPRETED_FEW]
     offered = _launch.limits(device)
-    for among in ((asked,) if asked != _BY_ESTIMATE else (), _TILES[kind]):
+    for among in ((configured,) if configured != _BY_ESTIMATE else (), _TILES[kind]):
         best: tuple[float, _Tile] | None = None
         for it in among:
-            tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
+            tile = _fitted(it, kind, itemsize, epilogue_bytes, offered.shared_bytes)
             if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
                 continue
             if tile.specialize and not specialize:
@@ -315,13 +317,19 @@ def _can_flip(tensor: Tensor, scale: Tensor | None) -> bool:
 
 
 def _operand(
-    op: str, name: str, tensor: Tensor, scale: Tensor | None, k_major: bool, flip: bool, turn: bool
+    op: str,
+    name: str,
+    tensor: Tensor,
+    scale: Tensor | None,
+    k_major: bool,
+    flip: bool,
+    transpose: bool,
 ) -> _Operand:
     """An operand as it is multiplied.
 
     Args:
         flip: treat it as its transpose.
-        turn: copy float8 whose terms are not along the rows into the layout that the
+        transpose: copy float8 whose terms are not along the rows into the layout that the
             instructions require.
     """
     data, stride = by_rows(tensor.t() if flip else tensor)
@@ -338,7 +346,7 @@ def _operand(
         scales, width = "steps", contracts.BLOCK
         height = 1 if scale.shape[0] == rows else contracts.BLOCK
     # Square blocks only: others would lie across the rows of the transposed copy.
-    if turn and not k_major and height == width:
+    if transpose and not k_major and height == width:
         as_bytes = data.view(torch.uint8).as_strided((rows, columns), (stride, 1))
         data = as_bytes.t().contiguous().view(data.dtype)
         stride, k_major = rows, True
@@ -476,7 +484,7 @@ def _kernel(
     device = b.data.device
     itemsize = b.data.itemsize
     dtypes = (after.d, after.d if after.accumulate else None, after.pre, after.gelu_input)
-    beside = sum(it.itemsize for it in dtypes if it is not None)
+    epilogue_bytes = sum(it.itemsize for it in dtypes if it is not None)
     able = _launch.limits(device).capability >= DESCRIPTORS_FROM
     vector = 16 // itemsize
 
@@ -486,7 +494,7 @@ def _kernel(
     unit_n = unit(n, *d_strides, of=8)
     large = described and able and unit_n > 1
     specialize = large and _is_for_hopper(way, a, after, at_origin[0], device)
-    tile = _chosen(way.kind, ms, n, itemsize, beside, large, specialize, device)
+    tile = _chosen(way.kind, ms, n, itemsize, epilogue_bytes, large, specialize, device)
     band = min(tile.band, _GROUPS_BAND) if groups and tile.specialize else tile.band
     described = described and able and tile.described
     d_described = d_described and able and tile.described and not groups
@@ -512,20 +520,24 @@ def _kernel(
     if not offered.capability and not _launch.INTERPRETED:
         # The same matrix instruction for all tiles, so that all sum in one order.
         options = {"num_stages": 2, "matrix_instr_nonkdim": 16}
-    alone: dict[str, Any] = {"GROUPS": groups}
+    variant_constants: dict[str, Any] = {"GROUPS": groups}
     if not groups:
         flatten = described and tile.flatten
-        alone = {"D_DESCRIBED": d_described, "FLATTEN": flatten}
+        variant_constants = {"D_DESCRIBED": d_described, "FLATTEN": flatten}
     kernel = grouped_product if groups else product
     if tile.specialize:
         from transformer_engine_fl.backends.flagos import _products_hopper as hopper
 
         kernel = hopper.grouped_product if groups else hopper.product
         options = {"maxnreg": _SPECIALIZED_REGISTERS}
-        alone |= {"STAGES": tile.stages, "MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
+        variant_constants |= {
+            "STAGES": tile.stages,
+            "MULTIPLYING": _MULTIPLYING,
+            "LOADING": _LOADING,
+        }
         adds = after.accumulate and after.d == torch.float32
         only = not after.gelu and after.bias is None
-        alone["STAGED"] = d_described and adds and only and way.kind == "half"
+        variant_constants["STAGED"] = d_described and adds and only and way.kind == "half"
     launch = _launch.Launch(
         kernel,
         device,
@@ -557,9 +569,9 @@ def _kernel(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         TERMS=_TERMS[way.kind],
-        **alone,
+        **variant_constants,
     )
-    return keep(_KERNELS, key, _Kernel(launch, tile, *units))
+    return add_to_cache(_KERNELS, key, _Kernel(launch, tile, *units))
 
 
 def _programs(tile: _Tile, tiles: int, device: torch.device) -> int:
@@ -646,7 +658,7 @@ def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Te
         check_across(op, blocks)
         most = max(1, _SUM_PROGRAMS * _launch.limits(device).multiprocessors // blocks)
         total = SumOfPrograms(columns, unit, device)
-        plan = keep(_SUM_PLANS, key, _SumPlan(launch, total, unit, blocks, most))
+        plan = add_to_cache(_SUM_PLANS, key, _SumPlan(launch, total, unit, blocks, most))
     programs = min(-(-rows // _SUM_ROWS), plan.most)
     size = (len(matrices), programs, columns)
     partial = torch.empty(size, dtype=torch.float32, device=device)
@@ -854,7 +866,7 @@ def generic_gemm(
     flags = (transa, transb, gelu, grad, bias_grad)
     key = None if is_frozen(accumulate_into) else _key(given, flags, alpha, beta, out_dtype)
     plan = None if key is None else _PLANS.get(key)
-    taken = given
+    prepared = given
     if plan is None:
         contracts.generic_gemm.check(
             A,
@@ -875,10 +887,10 @@ def generic_gemm(
         )
         _decline_float64(op, B)
         alpha, beta = _as_numbers(op, alpha, beta)
-        plan, taken = _planned(given, transa, transb, gelu, grad, beta, out_dtype)
-        if key is not None and all(map(_is_same, given, taken)):
-            keep(_PLANS, key, plan)
-    a, b, a_scale, b_scale, into, fwd_input, added = taken
+        plan, prepared = _planned(given, transa, transb, gelu, grad, beta, out_dtype)
+        if key is not None and all(map(_is_same, given, prepared)):
+            add_to_cache(_PLANS, key, plan)
+    a, b, a_scale, b_scale, into, fwd_input, added = prepared
     launch, programs, numbers, shape, dtype = plan
     D = torch.empty(shape, dtype=dtype, device=B.device) if into is None else into
     check_fresh(op, D)
@@ -902,20 +914,20 @@ def generic_gemm(
     return None, sums, pre_gelu
 
 
-def _is_same(given: Tensor | None, taken: Tensor | None) -> bool:
-    """Whether a kernel may be given ``given`` in place of ``taken``."""
-    return taken is given or (
-        taken is not None
+def _is_same(given: Tensor | None, prepared: Tensor | None) -> bool:
+    """Whether a kernel may be given ``given`` in place of ``prepared``."""
+    return prepared is given or (
+        prepared is not None
         and given is not None
-        and taken.data_ptr() == given.data_ptr()
-        and taken.dtype == given.dtype
+        and prepared.data_ptr() == given.data_ptr()
+        and prepared.dtype == given.dtype
     )
 
 
 # --------------------------------------------------------------------- products of groups
 
 
-class _Together(NamedTuple):
+class _BaseAndOffsets(NamedTuple):
     """Tensors of one dtype, addressed relative to one of them.
 
     Attributes:
@@ -933,26 +945,26 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors), out=tensors[0].new_empty((rows, *tensors[0].shape[1:])))
 
 
-def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
+def _base_and_offsets(op: str, tensors: Sequence[Tensor]) -> _BaseAndOffsets:
     first = tensors[0]
     if len(tensors) == 1:
-        return _Together(first, [0])
+        return _BaseAndOffsets(first, [0])
     if _launch.INTERPRETED and first.dtype == torch.bfloat16:
         # The interpreter gets a float32 copy of each bfloat16 tensor, with no memory beyond it. The
         # tensors are dense, but may be stored by columns: elements are copied in memory order.
         sizes = [it.numel() for it in tensors]
         lying = [it.as_strided((size,), (1,)) for it, size in zip(tensors, sizes, strict=True)]
-        return _Together(_end_to_end(lying), _begins(sizes))
+        return _BaseAndOffsets(_end_to_end(lying), _begins(sizes))
     places = [address_of(op, it) for it in tensors]
     # Tensors without elements have no address; nothing is read of them.
     start, base = min(
         ((place, i) for i, place in enumerate(places) if tensors[i].numel()), default=(0, 0)
     )
     offsets = [(it - start) // first.itemsize if it else 0 for it in places]
-    return _Together(tensors[base], offsets)
+    return _BaseAndOffsets(tensors[base], offsets)
 
 
-class _Side(NamedTuple):
+class _GroupedOperand(NamedTuple):
     """One operand of all groups.
 
     Attributes:
@@ -979,18 +991,18 @@ class _Side(NamedTuple):
     scale_rows: list[int]
     scale_columns: list[int]
 
-    def without_memory(self) -> _Side:
+    def without_memory(self) -> _GroupedOperand:
         """The same without holding memory."""
         nothing = self.data.new_empty((0,))
         return self._replace(like=self.like._replace(data=nothing), data=nothing, kept=[])
 
-    def of(self, op: str, tensors: Sequence[Tensor], splits: Sequence[int]) -> _Side:
+    def of(self, op: str, tensors: Sequence[Tensor], splits: Sequence[int]) -> _GroupedOperand:
         """The same for other tensors with the same layout.
 
         Args:
             tensors: one for each group, or one whose rows are split.
         """
-        data, offsets = _together(op, tensors)
+        data, offsets = _base_and_offsets(op, tensors)
         if len(tensors) == len(self.strides):
             return self._replace(data=data, places=offsets)
         starts = _begins(splits)
@@ -1007,7 +1019,7 @@ def _same_kind(op: str, name: str, operands: list[_Operand]) -> list[_Operand]:
     kinds = {(it.data.dtype, it.k_major, it.scales, it.width) for it in operands}
     if len(kinds) > 1 or any(it != height for it in tall):
         raise NotSupportedError(f"{op}: the tensors of {name!r} differ in dtype or kind of scale")
-    if _launch.INTERPRETED:  # see _together
+    if _launch.INTERPRETED:  # see _base_and_offsets
         alike = [it._replace(data=it.data.contiguous(), stride=it.data.shape[-1]) for it in alike]
     return alike
 
@@ -1036,13 +1048,13 @@ def _begins(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
-def _side(op: str, pieces: list[_Piece]) -> _Side:
+def _grouped_operand(op: str, pieces: list[_Piece]) -> _GroupedOperand:
     """The pieces as the kernel takes them."""
     operands = [it.operand for it in pieces]
     first = operands[0]
     shared = all(it is first for it in operands)
     kept = [first.data] if shared else [it.data for it in operands]
-    data, offsets = _together(op, kept)
+    data, offsets = _base_and_offsets(op, kept)
     offsets = offsets * len(pieces) if shared else offsets
     scale, scale_places = first.scale, [0] * len(pieces)
     if scale is not None and not shared:
@@ -1054,7 +1066,7 @@ def _side(op: str, pieces: list[_Piece]) -> _Side:
         )
     strides = [it.stride for it in operands]
     starts = [it.start for it in pieces]
-    return _Side(
+    return _GroupedOperand(
         first,
         data,
         kept,
@@ -1079,7 +1091,7 @@ def _with_dense_scales(operand: _Operand) -> _Operand:
 
 def _splits_target(
     op: str, given: Sequence[Tensor], rows: Sequence[int], strides: list[int] | None
-) -> tuple[_Together, list[int], list[int], bool]:
+) -> tuple[_BaseAndOffsets, list[int], list[int], bool]:
     """Where the groups' results are accumulated.
 
     Args:
@@ -1090,16 +1102,16 @@ def _splits_target(
         must be written back to the given tensors.
     """
     if strides is not None:
-        together = _together(op, given)
+        target = _base_and_offsets(op, given)
         if len(given) == 1:
-            return together, [it * strides[0] for it in _begins(rows)], strides, False
-        return together, together.offsets, strides, False
+            return target, [it * strides[0] for it in _begins(rows)], strides, False
+        return target, target.offsets, strides, False
     tensors = [plain(op, "accumulate_into", it) for it in given]
     dense = [by_rows(it) for it in tensors]
     one_memory = len(tensors) == 1 or not _launch.INTERPRETED
     same = all(
-        it.dtype == tensors[0].dtype and address_of(op, taken) == address_of(op, it)
-        for it, (taken, _) in zip(tensors, dense, strict=True)
+        it.dtype == tensors[0].dtype and address_of(op, prepared) == address_of(op, it)
+        for it, (prepared, _) in zip(tensors, dense, strict=True)
     )
     copied = not (same and one_memory)
     if copied:
@@ -1110,11 +1122,11 @@ def _splits_target(
         )
         whole = _end_to_end([it.to(kind) for it in tensors])
         dense = [(whole, whole.shape[1])]
-    together = _together(op, [it for it, _ in dense])
+    target = _base_and_offsets(op, [it for it, _ in dense])
     if len(dense) == 1:
         stride = dense[0][1]
-        return together, [it * stride for it in _begins(rows)], [stride] * len(rows), copied
-    return together, together.offsets, [it for _, it in dense], copied
+        return target, [it * stride for it in _begins(rows)], [stride] * len(rows), copied
+    return target, target.offsets, [it for _, it in dense], copied
 
 
 class _Found(NamedTuple):
@@ -1129,8 +1141,8 @@ class _Found(NamedTuple):
     ms: Sequence[int] | None
     n: int
     ks: Sequence[int] | None
-    a: _Side
-    b: _Side
+    a: _GroupedOperand
+    b: _GroupedOperand
     into: list[int]
 
     def sizes(self, call: GroupedCall) -> tuple[Sequence[int], int, Sequence[int]]:
@@ -1147,8 +1159,8 @@ def _keep_found(
     ms: Sequence[int],
     n: int,
     ks: Sequence[int],
-    a: _Side,
-    b: _Side,
+    a: _GroupedOperand,
+    b: _GroupedOperand,
     into: list[int],
 ) -> None:
     """Keep the result of inspection, if the tensors are multiplied in place."""
@@ -1211,8 +1223,8 @@ def te_general_grouped_gemm(
         _decline_float64(op, B[0])
         ms, n = contracts._grouped_shape(op, A, B, m_splits, transa, transb)
         ks = [size[transa] for size in contracts._pieces(A, m_splits)]
-        a = _side(op, _pieces(op, "A", A, A_scale_inv, transa, m_splits))
-        b = _side(op, _pieces(op, "B", B, B_scale_inv, not transb, m_splits))
+        a = _grouped_operand(op, _pieces(op, "A", A, A_scale_inv, transa, m_splits))
+        b = _grouped_operand(op, _pieces(op, "B", B, B_scale_inv, not transb, m_splits))
     alpha, beta = _as_numbers(op, alpha, beta)
     for what, size in (("rows of D", sum(ms)), ("columns of D", n), ("terms", max(ks))):
         check_size(op, what, size)
@@ -1231,8 +1243,8 @@ def te_general_grouped_gemm(
     if accumulate_into is None:
         D = torch.empty(shape, dtype=dtype, device=device)
     else:
-        told = None if found is None else found.into
-        (D, _), d_places, d_strides, copied = _splits_target(op, accumulate_into, ms, told)
+        known_strides = None if found is None else found.into
+        (D, _), d_places, d_strides, copied = _splits_target(op, accumulate_into, ms, known_strides)
     check_fresh(op, D)
     pre_gelu = torch.empty(shape, dtype=dtype, device=device) if gelu and not grad else None
     sums = None
@@ -1265,19 +1277,19 @@ def te_general_grouped_gemm(
     return None, sums, pre_gelu
 
 
-def _are_describable(op: str, side: _Side) -> bool:
+def _are_describable(op: str, operand: _GroupedOperand) -> bool:
     """Whether descriptors can describe each group's rows."""
-    size = side.like.data.itemsize
-    bits = functools.reduce(operator.or_, (*side.places, *side.strides), 0)
-    return _describable(address_of(op, side.data) | bits * size, size, 0, 0) and all(
-        map(operator.ge, side.strides, side.columns)
+    size = operand.like.data.itemsize
+    bits = functools.reduce(operator.or_, (*operand.places, *operand.strides), 0)
+    return _describable(address_of(op, operand.data) | bits * size, size, 0, 0) and all(
+        map(operator.ge, operand.strides, operand.columns)
     )
 
 
 def _launch_groups(
     op: str,
-    a: _Side,
-    b: _Side,
+    a: _GroupedOperand,
+    b: _GroupedOperand,
     after: _Epilogue,
     ms: Sequence[int],
     n: int,
@@ -1315,22 +1327,22 @@ def _launch_groups(
     tiles = [-(-m // tile.rows) * across for m in ms]
     check_size(op, "tiles", max(sum(tiles), kernel.tile.band * across))
 
-    def of_side(side: _Side) -> tuple[Sequence[int], ...]:
+    def of_operand(operand: _GroupedOperand) -> tuple[Sequence[int], ...]:
         return (
-            [it // kernel.unit for it in side.places],
-            [it // kernel.unit for it in side.strides],
-            side.starts,
-            side.scale_places,
-            side.scale_rows,
-            side.scale_columns,
+            [it // kernel.unit for it in operand.places],
+            [it // kernel.unit for it in operand.strides],
+            operand.starts,
+            operand.scale_places,
+            operand.scale_rows,
+            operand.scale_columns,
         )
 
     fields: tuple[Sequence[int], ...] = (
         _begins(tiles),
         [it // kernel.unit_m for it in ms],
         [it // kernel.unit_k for it in ks],
-        *of_side(a),
-        *of_side(b),
+        *of_operand(a),
+        *of_operand(b),
         [it // kernel.unit_n for it in d_places],
         [it // kernel.unit_n for it in d_strides],
         d_rows,

@@ -39,6 +39,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     ALIGNMENT,
     TRITON_TYPES,
+    add_to_cache,
     address_of,
     addressed,
     block_of,
@@ -47,12 +48,15 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     fresh,
     is_block,
-    keep,
     launch_of,
     listed,
     rows_of_tile,
 )
-from transformer_engine_fl.backends.flagos._cross_entropy import of_z_loss, store_loss, to_take_off
+from transformer_engine_fl.backends.flagos._cross_entropy import (
+    of_z_loss,
+    softmax_shift,
+    store_loss,
+)
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.backends.flagos.gemm import generic_gemm
@@ -197,7 +201,7 @@ def _forward(
         center = tl.load(start_of_row, mask=read, other=0).to(ACC)
         if bias_ptr is not None:
             center += fetch(bias_ptr + tl.zeros_like(row), read).to(ACC)
-        center = to_take_off(_scores(center, cap, CAPPED))
+        center = softmax_shift(_scores(center, cap, CAPPED))
     center_of_lane = tl.broadcast_to(center[:, None], (ROWS, LANES))
     center_of_lane = tl.reshape(center_of_lane, (ROWS * LANES, 1))
     lane = (tl.arange(0, ROWS * LANES) % LANES)[:, None]
@@ -230,18 +234,18 @@ def _forward(
                 x = tl.where(vector < vectors, _scores(x, cap, CAPPED), float("-inf"))
             above = tl.maximum(above, tl.max(x, axis=1))
             scores += (x,)
-        taken = to_take_off(above)
-        total *= _exp(highest - taken)
+        shift = softmax_shift(above)
+        total *= _exp(highest - shift)
         highest = above
         for part in tl.static_range(DEPTH):
-            total += tl.sum(_exp(scores[part] - taken[:, None]), axis=1)
+            total += tl.sum(_exp(scores[part] - shift[:, None]), axis=1)
             if SUMMED:
                 vector = (chunk * DEPTH + part) * LANES + lane
                 less = scores[part] - center_of_lane
                 summed += tl.sum(tl.where(vector < vectors, less, 0), axis=1)
     highest = tl.reshape(highest, (ROWS, LANES))
     most = tl.max(highest, axis=1)
-    total = tl.reshape(total, (ROWS, LANES)) * _exp(highest - to_take_off(most)[:, None])
+    total = tl.reshape(total, (ROWS, LANES)) * _exp(highest - softmax_shift(most)[:, None])
     sum_of_all = tl.sum(total, axis=1)
     sum_of_scores = tl.sum(tl.reshape(summed, (ROWS, LANES)), axis=1)
     if TAIL:
@@ -253,9 +257,9 @@ def _forward(
         last_scores = tl.where(there, _scores(x, cap, CAPPED), float("-inf"))
         before = most
         most = tl.maximum(most, tl.max(last_scores, axis=1))
-        taken_at_last = to_take_off(most)
-        sum_of_all *= _exp(before - taken_at_last)
-        sum_of_all += tl.sum(_exp(last_scores - taken_at_last[:, None]), axis=1)
+        shift_at_last = softmax_shift(most)
+        sum_of_all *= _exp(before - shift_at_last)
+        sum_of_all += tl.sum(_exp(last_scores - shift_at_last[:, None]), axis=1)
         if SUMMED:
             sum_of_scores += tl.sum(tl.where(there, last_scores - center[:, None], 0), axis=1)
 
@@ -300,14 +304,14 @@ def _merge(
     for shard in tl.range(0, shards):
         where = stats_ptr + (tl.full((), shard, tl.int64) * rows + row) * 4
         highest = tl.maximum(highest, tl.load(where, mask=exists, other=0))
-    taken = to_take_off(highest)
+    shift = softmax_shift(highest)
     total = tl.zeros((ROWS,), ACC)
     at_target = tl.zeros((ROWS,), ACC)
     summed = tl.zeros((ROWS,), ACC)
     for shard in tl.range(0, shards):
         where = stats_ptr + (tl.full((), shard, tl.int64) * rows + row) * 4
         own = tl.load(where, mask=exists, other=0)
-        total += tl.load(where + 1, mask=exists, other=0) * _exp(own - taken)
+        total += tl.load(where + 1, mask=exists, other=0) * _exp(own - shift)
         at_target += tl.load(where + 2, mask=exists, other=0)
         if SUMMED:
             summed += tl.load(where + 3, mask=exists, other=0)
@@ -668,7 +672,7 @@ def _run_forward(
     capped = options.softcap is not None
     dtypes = (logits.dtype, None if bias is None else bias.dtype, outputs[0] is None)
     key = ("forward", *dtypes, columns, vec, capped, summed, logits.device)
-    plan = _PLANS.get(key) or keep(
+    plan = _PLANS.get(key) or add_to_cache(
         _PLANS,
         key,
         _forward_plan(columns, logits.dtype, logits.device, vec, capped=capped, summed=summed),
@@ -691,7 +695,7 @@ def _run_merge(
     check_size(op, "shards", stats.shape[0])
     summed = bool(options.smoothing)
     key = ("merge", stats.dtype, summed, stats.device)
-    plan = _PLANS.get(key) or keep(
+    plan = _PLANS.get(key) or add_to_cache(
         _PLANS,
         key,
         _Plan(
@@ -732,7 +736,7 @@ def _run_backward(
     present = (bias is None, rows.grad_lse is None, rows.scale is None)
     kind = (logits.dtype, out.dtype, None if bias is None else bias.dtype, *present)
     key = ("backward", *kind, columns, vec, alike, capped, device)
-    plan = _PLANS.get(key) or keep(
+    plan = _PLANS.get(key) or add_to_cache(
         _PLANS,
         key,
         _backward_plan(columns, logits.dtype, device, vec, widest, capped=capped, alike=alike),

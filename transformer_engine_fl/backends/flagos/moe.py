@@ -30,7 +30,11 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
     rows_of_tile,
 )
-from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
+from transformer_engine_fl.backends.flagos._dependent import (
+    dependent_launch,
+    has_dependent_launches,
+    wait_for_predecessor,
+)
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._row_maps import (
     Placing,
@@ -195,7 +199,7 @@ def _spread(
     GROUPS: tl.constexpr,
     SUMMED: tl.constexpr,
     BESIDE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     UNIT: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -203,7 +207,7 @@ def _spread(
 ) -> None:
     """Copy each token to its rows, and write zeros as ``_zero_rows`` does.
 
-    ``end`` is the end of the rows with tokens, unless ``end_ptr`` points to it. FOLLOWS: see
+    ``end`` is the end of the rows with tokens, unless ``end_ptr`` points to it. DEPENDENT: see
     ``_dependent``; the previous kernel must not have written the tokens. PLACED: if programs of one
     token make the map's entries of their token, at least the number of a token's pairs; else 0.
     """
@@ -213,7 +217,7 @@ def _spread(
     x_place = place(token.to(tl.int64) * x_row, head * 0, column, UNIT)
     # A plain load: ``fetch`` was slower here where experts are given by index.
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
-    wait_for_last(FOLLOWS)
+    wait_for_predecessor(DEPENDENT)
     if PLACED > 0:
         own = tl.arange(0, PLACED)
         place_pairs(
@@ -463,7 +467,7 @@ def _spread_rows(
     given = raw(x)
     x, step = by_rows(given)
     # If x was copied, the previous launch is that copy.
-    after = placed and x is given and follows(x.device)
+    after = placed and x is given and has_dependent_launches(x.device)
     columns = x.shape[1]
     threads, elements = _SPREAD_TILE(x.device, x.itemsize)
     of_map = placing or Placing()
@@ -481,7 +485,7 @@ def _spread_rows(
         SPAN=_SPAN,
         PLACED=0 if placing is None else triton.next_power_of_2(pairs.slots),
         **of_map.constants,
-        **following(after),
+        **dependent_launch(after),
     )
 
 

@@ -34,14 +34,17 @@ from transformer_engine_fl.backends.flagos._arguments import (
     NOT_A_TENSOR,
     PLAIN,
     WIDEST_UNIT,
+    add_to_cache,
     check_fresh,
     check_size,
     is_vector,
-    keep,
     plain,
     rows_to_sum,
 )
-from transformer_engine_fl.backends.flagos._dependent import follows, let_follow
+from transformer_engine_fl.backends.flagos._dependent import (
+    has_dependent_launches,
+    release_dependents,
+)
 from transformer_engine_fl.backends.flagos._exact import mean_of, mean_of_all
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._moments import gain_of, moments_of_parts, read_input
@@ -109,14 +112,14 @@ def _forward_rows(
     NARROW: tl.constexpr,
     LANES: tl.constexpr,
     ONCE: tl.constexpr,
-    FEW: tl.constexpr,
+    LOW_OCCUPANCY: tl.constexpr,
     SUM: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, ROWS to a program, in PARTS; see ``_rows``.
 
     EXACT: the parts have no columns beyond the row's. ONCE: a row's numbers and their squares are
-    summed in one reduction. FEW: a multiprocessor has one program at most. A program has one tile:
-    a loop over tiles took registers, and so lowered occupancy.
+    summed in one reduction. LOW_OCCUPANCY: a multiprocessor has one program at most. A program has
+    one tile: a loop over tiles took registers, and so lowered occupancy.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -137,7 +140,9 @@ def _forward_rows(
         x += (one,)  # type: ignore[assignment]
     # Loading gamma before the sums takes registers. That measured slower, except for these rows,
     # and for few rows, which have the registers and so wait for memory once instead of twice.
-    AHEAD: tl.constexpr = FEW or (PARTS == (4096,) and mu_ptr is None and residual_ptr is None)
+    AHEAD: tl.constexpr = LOW_OCCUPANCY or (
+        PARTS == (4096,) and mu_ptr is None and residual_ptr is None
+    )
     gamma = ()
     beta = ()
     if AHEAD:
@@ -284,10 +289,10 @@ def _forward_shared(
     for index in tl.range(tl.program_id(1) - groups, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
-        asked = following if residual_ptr is None else following + groups
+        fetched_row = following if residual_ptr is None else following + groups
         x_asked = read_input(
-            x_ptr, residual_ptr, sum_ptr, asked * stride + column, asked * columns + column,
-            inside & (asked < rows), SUM,
+            x_ptr, residual_ptr, sum_ptr, fetched_row * stride + column,
+            fetched_row * columns + column, inside & (fetched_row < rows), SUM,
         )  # fmt: skip
         if residual_ptr is None:
             x_next = x_asked
@@ -340,7 +345,7 @@ def _forward_shared(
 #
 # With xhat = (x - mu) * rsigma and u = dy * gamma, a row needs mean(u * xhat), and mean(u) if it
 # has a mean. ``partial`` is [1 or 2, programs, columns]: dgamma and dbeta as each program summed
-# them over its rows. What is added to dx has the row stride of x. FOLLOWED: the sum over the
+# them over its rows. What is added to dx has the row stride of x. HAS_DEPENDENT: the sum over the
 # programs is a dependent launch.
 
 
@@ -363,10 +368,10 @@ def _backward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    HAS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Rows that fit into registers together with the parameters' gradients."""
-    let_follow(FOLLOWED)
+    release_dependents(HAS_DEPENDENT)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.arange(0, BLOCK)
@@ -461,7 +466,7 @@ def _backward_shared(
     EXACT: tl.constexpr,
     APART: tl.constexpr,
     STEP: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    HAS_DEPENDENT: tl.constexpr,
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``.
 
@@ -469,7 +474,7 @@ def _backward_shared(
     have no columns beyond the row's. APART: posting the next row and finishing this one are in
     branches of their own, which takes fewer registers.
     """
-    let_follow(FOLLOWED)
+    release_dependents(HAS_DEPENDENT)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     SUMS: tl.constexpr = 1 if mu_ptr is None else 2
     columns = columns * UNIT
@@ -878,11 +883,11 @@ def _plan_backward(
         contracts.statistics_dtype(dtype),
         dtype.itemsize,
         bytes_read,
-        behind=int(apart),  # if posted in a branch, a row leaves its stage an iteration later
+        stages_in_use=int(apart),  # posted in a branch, a row leaves its stage an iteration later
         APART=apart,
         OFFSET=int(offset),
         UNIT=unit,
-        FOLLOWED=follows(device),
+        HAS_DEPENDENT=has_dependent_launches(device),
     )
     return _BackwardPlan(run, SumOfPrograms(columns, unit, device), unit)
 
@@ -939,7 +944,7 @@ def _examine_forward(
     plan = _FORWARD_PLANS.get(key if distance == columns else (*key, unit))
     if plan is None:
         plan = _plan_forward(op, columns, input.dtype, zero_centered_gamma, unit, device)
-        keep(_FORWARD_PLANS, key if distance == columns else (*key, unit), plan)
+        add_to_cache(_FORWARD_PLANS, key if distance == columns else (*key, unit), plan)
     return plan, input, residual, weight, bias, float(eps), distance
 
 
@@ -1048,7 +1053,7 @@ def _examine_backward(
     if plan is None:
         bytes_read = sum(one.dtype.itemsize for one in (dy, x, add) if one is not None)
         plan = _plan_backward(op, columns, x.dtype, bytes_read, zero_centered_gamma, unit, device)
-        keep(_BACKWARD_PLANS, key if dense else (*key, unit), plan)
+        add_to_cache(_BACKWARD_PLANS, key if dense else (*key, unit), plan)
     return plan, (dy, x, add, mu, rsigma, gamma), dy_distance, x_distance
 
 

@@ -24,7 +24,7 @@ from transformer_engine_fl.backends.flagos._arguments import launch_for, loaded_
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._lists import (
     ALIGNMENT,
-    LISTING,
+    LIST_PREPARER,
     Demand,
     Group,
     Tiles,
@@ -717,7 +717,7 @@ class _Operators(ListOperators):
             (group.table, *others),
             (group.rows, *numbers),
             **named,
-            FIELDS=1 + len(demand.names) + demand.slots,
+            FIELDS=1 + len(demand.names) + demand.chunk_starts,
             ALIGNED=group.aligned,
             RUN=ALIGNMENT // widest,
             TILE=tiles.tile,
@@ -728,21 +728,21 @@ class _Operators(ListOperators):
     def _finish_norms(
         self,
         sums: Tensor,
-        slots: Tensor | None,
+        chunk_starts: Tensor | None,
         norm: Tensor,
         norms: Tensor | None,
         flag: Tensor | None,
     ) -> None:
         threads, block = _NORMS
         programs = 1 if norms is None else 1 + norms.numel()
-        tensors = (sums, slots, norm, norms, flag)
+        tensors = (sums, chunk_starts, norm, norms, flag)
         launch = launch_for(_KERNELS["norms"], norm.device, threads, tensors, BLOCK=block)
         launch((programs, 1), tensors, (sums.numel(),))
 
 
 # ---------------------------------------------------------------------------- operators
 
-_operators = _Operators(LISTING, _TILES, _launch.unsupported_device)
+_operators = _Operators(LIST_PREPARER, _TILES, _launch.unsupported_device)
 multi_tensor_adam = _operators.multi_tensor_adam
 multi_tensor_adam_capturable = _operators.multi_tensor_adam_capturable
 multi_tensor_adam_capturable_master = _operators.multi_tensor_adam_capturable_master

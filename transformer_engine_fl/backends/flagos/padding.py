@@ -14,7 +14,11 @@ import triton.language as tl
 
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import by_rows, check_integers, fresh, plain
-from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
+from transformer_engine_fl.backends.flagos._dependent import (
+    dependent_launch,
+    has_dependent_launches,
+    wait_for_predecessor,
+)
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
 from transformer_engine_fl.backends.flagos._sequences import (
     highest_power,
@@ -49,7 +53,7 @@ def _move_blocks(
     width: tl.int32,
     x_row: tl.int64,
     y_row: tl.int64,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     UNIT: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -61,7 +65,7 @@ def _move_blocks(
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = row < rows
-    wait_for_last(FOLLOWS)
+    wait_for_predecessor(DEPENDENT)
     block, within, _, known = token_at(begins_ptr, row, blocks, highest, 1)
     begin = tl.load(begins_ptr + (blocks + 1) + block)
     source = begin + within
@@ -97,7 +101,7 @@ def _moved(
         heads=1,
         threads=_THREADS,
         tile_bytes=_TILE_BYTES,
-        **following(follows(input.device)),
+        **dependent_launch(has_dependent_launches(input.device)),
     )
     return output
 

@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     INTEGERS,
     WIDEST_UNIT,
+    add_to_cache,
     address_of,
     block_of,
     by_rows,
@@ -36,7 +37,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_numbers,
     check_size,
     in_place,
-    keep,
     launch_for,
     loaded_launch,
     plain,
@@ -508,7 +508,7 @@ def dequantize(
             ROWS=at_once,
             COLUMNS=tile,
         )
-        plan = keep(_PLANS, key, _Plan(launch, at_once, tile))
+        plan = add_to_cache(_PLANS, key, _Plan(launch, at_once, tile))
     plan.start(op, rows, columns, tensors, (rows, columns // unit, stride // unit))
     return output
 
@@ -531,11 +531,11 @@ def fp8_transpose(data: Tensor) -> Tensor:
     rows, columns = matrix_shape(x.shape)
     output = torch.empty((columns, rows), dtype=x.dtype, device=x.device)
     check_fresh(op, output)
-    _turn(op, x.view(torch.uint8), stride, output.view(torch.uint8))
+    _run_transpose(op, x.view(torch.uint8), stride, output.view(torch.uint8))
     return output
 
 
-def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
+def _run_transpose(op: str, x: Tensor, stride: int, y: Tensor) -> None:
     """Write ``y``, the transpose of the integers ``x`` with that row stride."""
     if not y.numel():
         return
@@ -545,7 +545,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
     size = x.element_size()
     parts = math.gcd(rows, max(1, 4 // size))
     unit, unit_t = math.gcd(columns, stride, WIDEST_UNIT), math.gcd(rows // parts, WIDEST_UNIT)
-    key = ("turn", x.dtype, parts, unit, unit_t, x.device)
+    key = ("transpose", x.dtype, parts, unit, unit_t, x.device)
     plan = _PLANS.get(key)
     if plan is None:
         threads, tall, wide = _TURN(x.device, size)
@@ -560,7 +560,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
             ROWS=tall,
             COLUMNS=wide,
         )
-        plan = keep(_PLANS, key, _Plan(launch, tall, wide))
+        plan = add_to_cache(_PLANS, key, _Plan(launch, tall, wide))
     tensors = (x, y.view(INTEGERS[size * parts]))
     numbers = (rows // parts // unit_t, columns // unit, stride // unit)
     plan.start(op, rows // parts, columns, tensors, numbers)
@@ -587,7 +587,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
         x = x.contiguous()
     number = _as_numbers(x)
     if number is not None:
-        _turn(op, number, number.stride(0), output.view(second, -1).view(number.dtype))
+        _run_transpose(op, number, number.stride(0), output.view(second, -1).view(number.dtype))
         return output
     x = x.view(INTEGERS[size])
     check_size(op, "rows", first * second)
@@ -602,7 +602,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
         launch = _launch.Launch(
             _swap_rows, x.device, threads=threads, UNIT=unit, ROWS=rows, COLUMNS=columns
         )
-        plan = keep(_PLANS, key, _Plan(launch, rows, columns))
+        plan = add_to_cache(_PLANS, key, _Plan(launch, rows, columns))
     numbers = (first * second, inner // unit, first, x.stride(0) // unit, x.stride(1) // unit)
     plan.start(op, first * second, inner, (x, output.view(INTEGERS[size])), numbers)
     return output

@@ -26,10 +26,10 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     TRITON_TYPES,
     WIDEST_UNIT,
+    add_to_cache,
     check_size,
     dense,
     fresh,
-    keep,
     plain,
 )
 from transformer_engine_fl.backends.flagos._exact import fma
@@ -270,7 +270,7 @@ def _read_heads(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn_heads(
+def _rotate_heads(
     x_ptr: tl.tensor,
     y_ptr: tl.tensor,
     freqs_ptr: tl.tensor,
@@ -278,7 +278,7 @@ def _turn_heads(
     within: tl.tensor,
     exists: tl.tensor,
     position: tl.tensor,
-    turns: tl.tensor,
+    in_sequence: tl.tensor,
     first_head: tl.tensor,
     portion: tl.tensor,
     heads: tl.tensor,
@@ -323,7 +323,7 @@ def _turn_heads(
         INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
     )  # fmt: skip
     if ROTATED > 0:
-        known = (turns & (position >= 0) & (position < table_rows))[:, None]
+        known = (in_sequence & (position >= 0) & (position < table_rows))[:, None]
         freqs_ptr += position.to(tl.int64)[:, None] * (table_stride * TABLE_UNIT)
         if INTERLEAVED:
             entry = freqs_ptr + feature[None, :]
@@ -335,7 +335,7 @@ def _turn_heads(
             angle_a = fetch(entry, has_angle).to(ACC)
             angle_b = fetch(entry + ROTATED // 2, has_angle).to(ACC)
         cos_a, sin_a, cos_b, sin_b = _cos_sin(angle_a, angle_b)
-        nothing = tl.where(turns[:, None] & ~known, float("nan"), 0.0).to(ACC)
+        nothing = tl.where(in_sequence[:, None] & ~known, float("nan"), 0.0).to(ACC)
         cos_a += nothing
         cos_b += nothing
         sin_a += nothing
@@ -363,15 +363,15 @@ def _turn_heads(
                     y = tl.join(new_u, new_v).reshape(TOKENS, 2 * HALF)
                     y = y.to(y_ptr.dtype.element_ty)
                     if PACKED:
-                        y = tl.where(turns[:, None], y, reads[EACH * i])
+                        y = tl.where(in_sequence[:, None], y, reads[EACH * i])
                     mask = there & (feature < ROTATED)[None, :]
                     tl.store(row + feature[None, :], y, mask=mask)
                 else:
                     y_u = new_u.to(y_ptr.dtype.element_ty)
                     y_v = new_v.to(y_ptr.dtype.element_ty)
                     if PACKED:
-                        y_u = tl.where(turns[:, None], y_u, reads[EACH * i])
-                        y_v = tl.where(turns[:, None], y_v, reads[EACH * i + 1])
+                        y_u = tl.where(in_sequence[:, None], y_u, reads[EACH * i])
+                        y_v = tl.where(in_sequence[:, None], y_v, reads[EACH * i + 1])
                     mask = there & (pair < ROTATED // 2)[None, :]
                     tl.store(row + pair[None, :], y_u, mask=mask)
                     row_v = row + ROTATED // 2
@@ -491,9 +491,9 @@ def _rotate(
     exists = token < tokens
     outer = token // inner
     within = token % inner
-    turns = exists
+    in_sequence = exists
     if offsets_ptr is not None:
-        sequence, place, own_length, turns = token_at(
+        sequence, place, own_length, in_sequence = token_at(
             offsets_ptr, outer, sequences, highest, cp_size
         )
         position = _in_full(place, own_length, cp_size, cp_rank)
@@ -508,8 +508,8 @@ def _rotate(
     outer = outer.to(tl.int64)
     within = within.to(tl.int64)
     if part < q_portions:
-        _turn_heads(
-            q_ptr, q_to_ptr, q_freqs_ptr, outer, within, exists, position, turns,
+        _rotate_heads(
+            q_ptr, q_to_ptr, q_freqs_ptr, outer, within, exists, position, in_sequence,
             part * portion, portion, q_heads, q_per_group, q_rows, q_stride,
             q_outer, q_inner, q_group, q_head, q_to_outer, q_to_inner, q_to_group, q_to_head,
             INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
@@ -517,16 +517,16 @@ def _rotate(
         )  # fmt: skip
     elif k_ptr is not None:
         if part < q_portions + k_portions:
-            _turn_heads(
-                k_ptr, k_to_ptr, k_freqs_ptr, outer, within, exists, position, turns,
+            _rotate_heads(
+                k_ptr, k_to_ptr, k_freqs_ptr, outer, within, exists, position, in_sequence,
                 (part - q_portions) * portion, portion, k_heads, k_per_group, k_rows, k_stride,
                 k_outer, k_inner, k_group, k_head, k_to_outer, k_to_inner, k_to_group, k_to_head,
                 INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
                 K_GROUPED, K_WIDTH, K_ROTATED, K_HALF, K_REST,
             )  # fmt: skip
         else:
-            _turn_heads(
-                v_ptr, v_to_ptr, v_ptr, outer, within, exists, position, turns,
+            _rotate_heads(
+                v_ptr, v_to_ptr, v_ptr, outer, within, exists, position, in_sequence,
                 (part - q_portions - k_portions) * portion, portion,
                 v_heads, v_per_group, v_rows, v_stride,
                 v_outer, v_inner, v_group, v_head, v_to_outer, v_to_inner, v_to_group, v_to_head,
@@ -635,7 +635,7 @@ _CONSTANTS = ("GROUPED", "WIDTH", "ROTATED", "HALF", "REST")
 _NUMBERS = 12  # per part
 
 
-def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
+def _run_rotation(op: str, parts: Sequence[_Part], places: _Places) -> None:
     """Rotate one tensor, or queries, keys and values."""
     if not any(part.x.numel() for part in parts):
         return
@@ -716,7 +716,7 @@ def _plan_of(
         **of_parts,
     )
     wanted = cut.programs * _launch.limits(like.device).multiprocessors
-    return keep(_PLANS, key, _Plan(launch, heads, tokens, wanted))
+    return add_to_cache(_PLANS, key, _Plan(launch, heads, tokens, wanted))
 
 
 def _places(
@@ -814,7 +814,7 @@ _OPTIONS = (
 def _one(op: str, name: str, tokens: Tensor, freqs: Tensor, places: _Places) -> Tensor:
     tokens = dense(op, name, tokens)
     output = fresh(op, tokens, tokens.shape)
-    _turn(op, [_Part(_five(tokens), _five(output), _table(op, "freqs", freqs))], places)
+    _run_rotation(op, [_Part(_five(tokens), _five(output), _table(op, "freqs", freqs))], places)
     return output
 
 
@@ -851,7 +851,7 @@ def fused_qkv_rope_forward(
         _Part(_five(of_k), _five(k), tables[1]),
         _Part(_five(of_v), _five(v), None),
     )
-    _turn(op.name, parts, places)
+    _run_rotation(op.name, parts, places)
     return q, k, v
 
 
@@ -891,5 +891,5 @@ def fused_qkv_rope_backward(
         _Part(_five(k), _five(of_k), tables[1]),
         _Part(_five(v), _five(of_v), None),
     )
-    _turn(op.name, parts, places)
+    _run_rotation(op.name, parts, places)
     return packed

@@ -22,6 +22,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     TRITON_TYPES,
     WIDEST_UNIT,
+    add_to_cache,
     block_of,
     by_rows,
     check_across,
@@ -29,7 +30,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_numbers,
     check_size,
     fresh,
-    keep,
     launch_of,
     listed,
     plain,
@@ -37,10 +37,10 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._dependent import (
-    following,
-    follows,
-    let_follow,
-    wait_for_last,
+    dependent_launch,
+    has_dependent_launches,
+    release_dependents,
+    wait_for_predecessor,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -64,7 +64,7 @@ _EPSILON = tl.constexpr(contracts.EPSILON)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(bits: tl.tensor) -> tl.tensor:
+def _sortable_bits(bits: tl.tensor) -> tl.tensor:
     """Map the bits of floats to integers of the same order, and back."""
     if bits.dtype == tl.int64:
         return bits ^ ((bits >> 63) & ((1 << 63) - 1))
@@ -85,9 +85,9 @@ def _lowest(key: tl.tensor) -> tl.tensor:
 def _key(x: tl.tensor) -> tl.tensor:
     """Integer keys of the same order; all NaN have the highest key."""
     if x.dtype == tl.float64:
-        key = _turned(x.to(tl.int64, bitcast=True))
+        key = _sortable_bits(x.to(tl.int64, bitcast=True))
     else:
-        key = _turned(x.to(tl.int32, bitcast=True))
+        key = _sortable_bits(x.to(tl.int32, bitcast=True))
     key = tl.where(x == 0, 0, key)  # both zeros
     return tl.where(x != x, -1 - _lowest(key), key)
 
@@ -126,7 +126,7 @@ def _in_best_groups(
     total = tl.zeros((ROWS * GROUPS,), ACC)
     for _ in tl.range(0, of_group):
         rest, best = _without_highest(rest)
-        total += _turned(best).to(ACC, bitcast=True)
+        total += _sortable_bits(best).to(ACC, bitcast=True)
     group = tl.arange(0, GROUPS)[None, :]
     group_key = _key(tl.reshape(total, (ROWS, GROUPS)))
     group_key = tl.where(group < groups, group_key, _lowest(group_key))
@@ -312,10 +312,10 @@ def _sum_loads(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """One partial sum: the probs of some rows and columns, times the counts."""
-    let_follow(FOLLOWS)
+    release_dependents(DEPENDENT)
     columns = experts * UNIT
     expert = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = expert < columns
@@ -340,10 +340,10 @@ def _finish_loss(
     factor: tl.float64,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """The sum of the programs' partial sums, times a factor, and the factor."""
-    wait_for_last(FOLLOWS)
+    wait_for_predecessor(DEPENDENT)
     total = tl.zeros((BLOCK,), ACC)
     for first in tl.range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -436,7 +436,7 @@ def _tiled(
         rows = rows_of_tile(elements, width)
         constants.update(ACC=TRITON_TYPES[accumulated], ROWS=rows, BLOCK=block)
         launch = _launch.Launch(kernel, like.device, threads=threads, **constants)
-        plan = keep(_PLANS, key, _Plan(launch, rows, block))
+        plan = add_to_cache(_PLANS, key, _Plan(launch, rows, block))
     return plan
 
 
@@ -712,8 +712,10 @@ def fused_moe_aux_loss_fwd(
     check_size(op, "tokens", rows)
     probs, step = by_rows(probs)
     unit = math.gcd(experts, step, WIDEST_UNIT)
-    after = follows(probs.device)
-    plan = _loss_plan(_sum_loads, probs, (counts.dtype,), experts, unit, _LOSS_TILE, FOLLOWS=after)
+    after = has_dependent_launches(probs.device)
+    plan = _loss_plan(
+        _sum_loads, probs, (counts.dtype,), experts, unit, _LOSS_TILE, DEPENDENT=after
+    )
     blocks = -(-experts // plan.columns)
     check_across(op, blocks)
     programs = min(-(-rows // plan.rows), max(1, _LOSS_PROGRAMS // max(1, blocks)))
@@ -726,7 +728,7 @@ def fused_moe_aux_loss_fwd(
         plan.launch(grid, (probs, counts, partial), (rows, experts // unit, step // unit))
     factor = experts * coeff / (topk * total_num_tokens**2)
     finish = _loss_plan(
-        _finish_loss, probs, (), _LOSS_BLOCK, 1, _LOSS_BLOCK, **following(after and left > 0)
+        _finish_loss, probs, (), _LOSS_BLOCK, 1, _LOSS_BLOCK, **dependent_launch(after and left > 0)
     )
     finish.launch((1, 1), (partial, loss, const), (left, float(factor)))
     return loss, const

@@ -29,14 +29,18 @@ from transformer_engine_fl.backends.flagos._arguments import (
     MOST,
     TRITON_TYPES,
     WIDEST_UNIT,
+    add_to_cache,
+    broadcast_mask,
     check_fresh,
     check_size,
-    keep,
-    laid_over,
     plain,
     rows_to_sum,
 )
-from transformer_engine_fl.backends.flagos._cross_entropy import of_z_loss, store_loss, to_take_off
+from transformer_engine_fl.backends.flagos._cross_entropy import (
+    of_z_loss,
+    softmax_shift,
+    store_loss,
+)
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
@@ -262,7 +266,7 @@ def _forward_tile(
         highest = tl.maximum(highest, tl.max(scores[part], axis=AXIS))
     if CAUSAL or mask_ptr is not None or target_ptr is not None:
         # A row may have no visible score: then nothing is subtracted, and the sum is 0.
-        highest = to_take_off(highest)
+        highest = softmax_shift(highest)
     weights = ()
     total = (row * 0).to(ACC)
     for part in tl.static_range(len(PARTS)):
@@ -368,8 +372,8 @@ def _weights(
     Posts that score and the sum of the weights.
     """
     highest = tl.max(scores, axis=0)
-    taken = to_take_off(highest)
-    weights = _exp(scores - taken, PTX)
+    shift = softmax_shift(highest)
+    weights = _exp(scores - shift, PTX)
     if STEP != "rest":
         post(shares_ptr, row, epoch, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
     return weights, highest
@@ -450,7 +454,7 @@ def _forward_shared(
             chosen_next = _chosen(x_ptr, target_ptr, following, rows, columns, stride)
         if STEP != "sums":
             maxima, totals = wait_for(shares_ptr, start, epoch, float("-inf"), PIECES, 2, STEP)
-            most = to_take_off(tl.max(maxima, axis=0))
+            most = softmax_shift(tl.max(maxima, axis=0))
             total = tl.sum(totals * _exp(maxima - most, PTX), axis=0)
             # 0 where this piece has no visible score.
             own = _exp(highest - most, PTX)
@@ -756,7 +760,7 @@ def _forward(
     scores, step = rows_to_sum(name, input)
     strides = (0, 0, 0)
     if mask is not None:
-        mask, strides = laid_over(plain(name, "mask", mask), shape)
+        mask, strides = broadcast_mask(plain(name, "mask", mask), shape)
     sizes = (queries, heads, 1 + columns - queries)
     _run_forward(name, scores, step, output, sizes, mask, strides, factor, causal=causal)
     return output
@@ -764,7 +768,7 @@ def _forward(
 
 # Widths, by the bytes of a logit, of rows that are no whole vectors for which two kernels, one for
 # losses and one that reads the rows again for gradients, were faster.
-_TWICE: Final = {2: range(131_073, MOST), 4: range(8193, 12_289)}
+_FASTER_IN_TWO_KERNELS: Final = {2: range(131_073, MOST), 4: range(8193, 12_289)}
 
 
 def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> bool:
@@ -772,11 +776,11 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
 
     Returns:
         Whether that was done: not for rows that are no whole 16-byte vectors, in the widths of
-        :data:`_TWICE`. Not in place: the target's score is read without regard to programs that may
-        have overwritten it.
+        :data:`_FASTER_IN_TWO_KERNELS`. Not in place: the target's score is read without regard to
+        programs that may have overwritten it.
     """
     columns, size = logits.shape[-1], logits.element_size()
-    if columns * size % ALIGNMENT and columns in _TWICE.get(size, ()):
+    if columns * size % ALIGNMENT and columns in _FASTER_IN_TWO_KERNELS.get(size, ()):
         return False
     logits, step = rows_to_sum(op, logits)
     _run_forward(op, logits, step, out, (1, 1, columns), losses=losses)
@@ -811,7 +815,7 @@ def _run_forward(
     unit = math.gcd(columns, step, WIDEST_UNIT)
     kind = (scores.dtype, output.dtype, mask_step, mask_unit, losses is None)
     key = ("forward", *kind, columns, causal, unit, scores.device)
-    plan = _PLANS.get(key) or keep(
+    plan = _PLANS.get(key) or add_to_cache(
         _PLANS,
         key,
         _plan(
@@ -871,7 +875,7 @@ def _backward(
     check_size(name, "rows", rows)
     unit = math.gcd(columns, y_step, dy_step, WIDEST_UNIT)
     key = ("backward", y.dtype, dy.dtype, columns, causal, unit, y.device)
-    plan = _PLANS.get(key) or keep(
+    plan = _PLANS.get(key) or add_to_cache(
         _PLANS,
         key,
         _plan(

@@ -92,15 +92,15 @@ class Choice(Generic[T]):
         """
         if self._trial is not None:
             return self._trial.answer(device, self.round(key))
-        asked = (device, rounded := self.round(key))
-        answer = self._answers.get(asked)  # which another thread may forget
+        cache_key = (device, rounded := self.round(key))
+        answer = self._answers.get(cache_key)  # which another thread may forget
         if answer is None:
             answer = lookup.value(self, device, rounded)
             if answer is None:
                 answer = self.heuristic(device, *rounded)
             if len(self._answers) >= _MOST_ANSWERS:
                 self._answers.clear()
-            self._answers[asked] = answer
+            self._answers[cache_key] = answer
         return answer
 
     def round(self, key: Key) -> Key:

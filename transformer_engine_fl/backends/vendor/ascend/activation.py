@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends._arguments import Taking, by_rows, fresh
+from transformer_engine_fl.backends._arguments import TensorPreparer, by_rows, fresh
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import block_of, check_size
 from transformer_engine_fl.backends.flagos.activation import results
@@ -72,7 +72,7 @@ def _refusal(device: torch.device) -> str | None:
     return None if device.type == INFO.device else f"{INFO.device!r} devices only"
 
 
-_taking = Taking(_refusal)
+_taking = TensorPreparer(_refusal)
 
 
 class _Plan(NamedTuple):

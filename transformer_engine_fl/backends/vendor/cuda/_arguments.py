@@ -19,13 +19,13 @@ from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
     address_of,
+    broadcast_mask,
     by_rows,
     check_fresh,
     check_integers,
     check_numbers,
     check_size,
     fresh,
-    laid_over,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
@@ -45,6 +45,8 @@ __all__ = [
     "access_width",
     "address_of",
     "addressed",
+    "as_plain",
+    "broadcast_mask",
     "by_rows",
     "check_fresh",
     "check_integers",
@@ -58,7 +60,6 @@ __all__ = [
     "in_place",
     "is_number",
     "is_plain",
-    "laid_over",
     "no_memory",
     "on_device",
     "plain",
@@ -66,7 +67,6 @@ __all__ = [
     "real",
     "refusal",
     "refuse",
-    "taken",
     "vector_width",
 ]
 
@@ -101,11 +101,11 @@ def refusal(device: torch.device) -> str | None:
     return None if device.type == DEVICE_TYPE else "vendor.cuda runs on CUDA devices"
 
 
-_taking = _arguments.Taking(refusal)
-plain = _taking.plain
-dense = _taking.dense
-addressed = _taking.addressed
-in_place = _taking.in_place
+_preparer = _arguments.TensorPreparer(refusal)
+plain = _preparer.plain
+dense = _preparer.dense
+addressed = _preparer.addressed
+in_place = _preparer.in_place
 
 
 class Written(_arguments.Written):
@@ -114,7 +114,7 @@ class Written(_arguments.Written):
     __slots__ = ()
 
     def __init__(self, op: str, name: str, tensor: Tensor) -> None:
-        super().__init__(_taking, op, name, tensor)
+        super().__init__(_preparer, op, name, tensor)
 
 
 # ----------------------------------------------------------------------- the quick look
@@ -213,7 +213,7 @@ def real(dtype: torch.dtype) -> str:
 class Plans(dict[tuple[Any, ...], T]):
     """Plans by a key of all that they depend on, each made on first use.
 
-    A look-up takes no lock: ``plans.get(key) or plans.made(key, make)``.
+    A look-up takes no lock: ``plans.get(key) or plans.get_or_create(key, make)``.
     """
 
     __slots__ = ("_lock",)
@@ -227,7 +227,7 @@ class Plans(dict[tuple[Any, ...], T]):
         super().clear()
         _repeats.forget()
 
-    def made(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    def get_or_create(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """The plan of a key, made if necessary; a full cache is emptied, since plans are cheap."""
         with self._lock:
             plan = self.get(key)
@@ -241,7 +241,7 @@ class Plans(dict[tuple[Any, ...], T]):
 # --------------------------------------------------------------------- calls seen before
 
 
-def taken(op: str, name: str, tensor: Tensor, known: bool) -> Tensor:
+def as_plain(op: str, name: str, tensor: Tensor, known: bool) -> Tensor:
     """The tensor as a plain one; the argument of a known call often is one already."""
     if known and not (tensor.requires_grad or tensor.is_neg()):
         return tensor

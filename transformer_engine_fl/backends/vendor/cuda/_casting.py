@@ -63,10 +63,10 @@ MOST: Final = 2**31 - 2**14
 WAVES: Final = 4
 """Waves of blocks that add up columns, if one wave would leave more than an eighth of the device
 idle."""
-ASIDE_TILES: Final = 2048
-"""From this many tiles on, a tile writes its blocks' scales contiguously (``ASIDE``), to be ordered
-later: it has only 4 or 8 bytes of them for each row and column, of which each write would cost a
-sector of 32 bytes in L2. Fewer tiles were not measured."""
+STAGED_SCALES_TILES: Final = 2048
+"""From this many tiles on, a tile writes its blocks' scales contiguously (``STAGED_SCALES``), to be
+ordered later: it has only 4 or 8 bytes of them for each row and column, of which each write would
+cost a sector of 32 bytes in L2. Fewer tiles were not measured."""
 BYTES_AHEAD: Final = 128
 """Bytes that a thread has in flight at once, if the source is a tensor itself."""
 LARGEST_THREADS: Final = 1024
@@ -234,13 +234,13 @@ class CastKey(NamedTuple):
         aligned_t: whether every row of transposed codes begins at a multiple of 16 bytes.
         owned: whether rows belong to groups.
         amax, sums: whether partial amaxes, and partial sums of columns, are written.
-        turned: whether the transposed tensor is written.
+        transposed: whether the transposed tensor is written.
         backwards: whether to start at the end.
         dependent: whether the previous launch computes the scale.
         lanes, rows: threads along the columns, and along the rows.
         inside: whether no tile goes beyond the rows or the columns.
         ahead: rows of a thread that are in flight at once, in the kernel that casts along rows.
-        aside: whether the kernel of :func:`turn_scales_source` orders the scales of blocks.
+        staged: whether the kernel of :func:`transpose_scales_source` orders the scales of blocks.
     """
 
     source: SourceKey
@@ -250,14 +250,14 @@ class CastKey(NamedTuple):
     owned: bool
     amax: bool
     sums: bool
-    turned: bool
+    transposed: bool
     backwards: bool
     dependent: bool
     lanes: int
     rows: int
     inside: bool
     ahead: int = 1
-    aside: bool = False
+    staged: bool = False
 
     def defines(self) -> dict[str, str | int]:
         """As macros."""
@@ -274,13 +274,13 @@ class CastKey(NamedTuple):
             "OWNED": int(self.owned),
             "AMAX": int(self.amax),
             "SUMS": int(self.sums),
-            "TURNED": int(self.turned),
+            "TRANSPOSED": int(self.transposed),
             "BACKWARDS": int(self.backwards),
             "DEPENDENT": int(self.dependent),
             "LANES": self.lanes,
             "ROWS": self.rows,
             "INSIDE": int(self.inside),
-            "ASIDE": int(self.aside),
+            "STAGED_SCALES": int(self.staged),
         }
 
 
@@ -342,7 +342,7 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
     stored = key.source.kind == "identity"
     same = not key.recipe.width
     size = 1 if same else key.source.x.itemsize if stored else 4
-    shared = SIDE * SIDE * size if key.turned else 0
+    shared = SIDE * SIDE * size if key.transposed else 0
     small = stored and key.source.whole and key.source.x.itemsize == 2
     defines = {**key.defines(), "BLOCKS": 4 if small and not (key.owned or key.sums) else 2}
     geometry = _launch.Geometry(
@@ -351,7 +351,7 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
     return _source("cast_tiles", defines), geometry
 
 
-def may_leave_aside(recipe: Recipe) -> bool:
+def may_stage_scales(recipe: Recipe) -> bool:
     """Whether whole tiles may leave the ordering of blocks' scales to another launch.
 
     Codes of four bits have more scales: with this launch a cast took 211 microseconds, without 209.
@@ -359,13 +359,13 @@ def may_leave_aside(recipe: Recipe) -> bool:
     return recipe.columnwise and recipe.width > 0 and recipe.form.values_per_byte == 1
 
 
-def turn_scales_source(
+def transpose_scales_source(
     size: int, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that orders the scales that tiles wrote aside, ``size`` bytes for a tile's row."""
+    """The kernel that orders the scales that tiles staged, ``size`` bytes for a tile's row."""
     word = {4: "unsigned", 8: "uint2"}[size]
     geometry = _launch.Geometry(THREADS, "PPPPiiiii", dependent=device.has_clusters)
-    return _source("turn_scales", {"WORD": word}), geometry
+    return _source("transpose_scales", {"WORD": word}), geometry
 
 
 def amax_source(
@@ -470,7 +470,7 @@ def _amaxes(op: str, source: Source) -> Tensor:
     device = source.x.get_device()
     limits = _launch.limits(device)
     plan_key = ("amax", device, key, lanes, rows)
-    kernel = _kernels.get(plan_key) or _kernels.made(
+    kernel = _kernels.get(plan_key) or _kernels.get_or_create(
         plan_key, lambda: _launch.load(*amax_source(key, lanes, rows, limits), device)
     )
     tiles = -(-matrix.rows // rows) * -(-columns // (lanes * PIECE))
@@ -506,7 +506,7 @@ def write_largest(
     )
     device = amaxes.get_device()
     key = ("largest", device, power)
-    kernel = _kernels.get(key) or _kernels.made(
+    kernel = _kernels.get(key) or _kernels.get_or_create(
         key, lambda: _launch.load(*largest_source(power, _launch.limits(device)), device)
     )
     pointers = (amaxes.data_ptr(), amax.data_ptr(), pointer(scale))
@@ -540,7 +540,7 @@ def _own_rows(
         vec = vector_width(matrix.columns, size) if matrix.columns else 1
         access = access_width(vec, (x.data_ptr(), size), (matrix.x_stride * size, size))
         key = ("amax_rows", device, x.dtype, vec, access)
-        kernel = _kernels.get(key) or _kernels.made(
+        kernel = _kernels.get(key) or _kernels.get_or_create(
             key, lambda: _launch.load(*amax_rows_source(x.dtype, vec, access), device)
         )
         if matrix.rows:
@@ -556,7 +556,7 @@ def _own_rows(
         scales = _empty(x, (sizes.numel(),))
     scaled, power = amax is not None, recipe.force_pow_2_scales
     key = ("own_rows", device, sizes.dtype, scaled, power)
-    kernel = _kernels.get(key) or _kernels.made(
+    kernel = _kernels.get(key) or _kernels.get_or_create(
         key, lambda: _launch.load(*own_rows_source(sizes.dtype, scaled, power), device)
     )
     kernel.launch(
@@ -572,10 +572,10 @@ def _own_rows(
     return owner, scales
 
 
-def _turn_scales(size: int, device: int) -> _launch.Kernel:
-    key = ("turn_scales", device, size)
-    return _kernels.get(key) or _kernels.made(
-        key, lambda: _launch.load(*turn_scales_source(size, _launch.limits(device)), device)
+def _transpose_scales(size: int, device: int) -> _launch.Kernel:
+    key = ("transpose_scales", device, size)
+    return _kernels.get(key) or _kernels.get_or_create(
+        key, lambda: _launch.load(*transpose_scales_source(size, _launch.limits(device)), device)
     )
 
 
@@ -656,15 +656,20 @@ class _Run(NamedTuple):
         blocks = max(1, down * across)
         self._check(matrix, blocks)
         data, scale_inv, _, global_scale_inv, data_t, scale_inv_t = self.outputs
-        aside = inside and self.owner is None and may_leave_aside(recipe) and blocks >= ASIDE_TILES
+        staged = (
+            inside
+            and self.owner is None
+            and may_stage_scales(recipe)
+            and blocks >= STAGED_SCALES_TILES
+        )
         ordered = scale_inv, scale_inv_t
-        if aside:
+        if staged:
             assert scale_inv_t is not None
             scale_inv, scale_inv_t = (
                 _empty(it, it.shape, it.dtype) for it in (scale_inv, scale_inv_t)
             )
         kernel = self._kernel(
-            key, matrix, SIDE // PIECE, TILE_ROWS, tiles_source, inside, aside=aside
+            key, matrix, SIDE // PIECE, TILE_ROWS, tiles_source, inside, staged=staged
         )
         sums, partial = self._left(down, blocks, matrix)
         kernel.launch(
@@ -681,12 +686,12 @@ class _Run(NamedTuple):
             source.alpha,
             recipe.amax_epsilon,
         )
-        if aside:
+        if staged:
             size = SIDE // recipe.width * scale_inv.element_size()
             of_rows = -(-matrix.rows // 64) * -(-across // 64)
             of_columns = -(-matrix.columns // 64) * -(-down // 64)
-            turn = _turn_scales(size, source.x.get_device())
-            turn.launch(
+            transpose_kernel = _transpose_scales(size, source.x.get_device())
+            transpose_kernel.launch(
                 of_rows + of_columns,
                 1,
                 pointer(scale_inv),
@@ -711,7 +716,7 @@ class _Run(NamedTuple):
         make: Callable[..., tuple[Specialisation, _launch.Geometry]],
         inside: bool = False,
         ahead: int = 1,
-        aside: bool = False,
+        staged: bool = False,
     ) -> _launch.Kernel:
         recipe, device = self.recipe, self.source.x.get_device()
         packed = recipe.form.values_per_byte
@@ -730,10 +735,10 @@ class _Run(NamedTuple):
             rows,
             inside,
             ahead,
-            aside,
+            staged,
         )
         plan_key = (device, make, found)
-        return _kernels.get(plan_key) or _kernels.made(
+        return _kernels.get(plan_key) or _kernels.get_or_create(
             plan_key, lambda: _launch.load(*make(found, _launch.limits(device)), device)
         )
 
@@ -822,7 +827,7 @@ def cast_with_sums(
     total = _empty(source.x, (columns,), dtype)
     device = source.x.get_device()
     key = (device, columns, dtype)
-    adding = _totals.get(key) or _totals.made(
+    adding = _totals.get(key) or _totals.get_or_create(
         key, lambda: SumOfGroups(columns, torch.float32, dtype, device)
     )
     adding(sums.data_ptr(), total.data_ptr(), 0, sums.shape[0])
@@ -878,7 +883,7 @@ def cast_source(
         THREADS // lanes,
         inside,
         ahead,
-        inside and not owned and may_leave_aside(recipe),
+        inside and not owned and may_stage_scales(recipe),
     )
     return (tiles_source if tiles else rows_source)(key, device)
 
@@ -911,5 +916,5 @@ def representative_sources(
     for dtype, vec in ((low, 8), (full, 4), (half, 1)):
         yield amax_rows_source(dtype, vec, vec)
     for size in (4, 8):
-        yield turn_scales_source(size, device)
+        yield transpose_scales_source(size, device)
     yield sum_source(4096, full, low, device)

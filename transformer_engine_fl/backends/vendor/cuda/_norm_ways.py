@@ -18,14 +18,14 @@ __all__ = [
     "FEW_ROWS",
     "FORWARD_PIECES",
     "IN_REGISTERS",
-    "WAITING",
+    "IN_SHARED_MEMORY",
     "CastAs",
     "InRegisters",
-    "Waiting",
+    "InSharedMemory",
 ]
 
 
-class Waiting(NamedTuple):
+class InSharedMemory(NamedTuple):
     """Rows of half precision that wait for their sums in the shared memory of small blocks.
 
     Several blocks, or clusters, are on a multiprocessor, each with a row of its own: while one
@@ -48,29 +48,29 @@ class Waiting(NamedTuple):
 
 # Without a residual and without a cast. Measured with bfloat16 and 25 widths from 5,120 to 262,144
 # columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 since (docs/measured/cuda.md).
-WAITING: Final = (
-    Waiting(False, range(3585, 4097), (256, 1), 2, 3),
-    Waiting(False, range(7169, 8193), (512, 1), 2, 4),
-    Waiting(False, range(8193, 12289), (256, 1), 8, 5),
-    Waiting(False, range(12289, 14337), (512, 1), 4, 4),
-    Waiting(False, range(16384, 16385), (256, 1), 8, 4),
-    Waiting(False, range(16385, 20481), (512, 1), 8, 2),
-    Waiting(False, range(20481, 24577), (256, 1), 16, 3),
-    Waiting(False, range(24577, 28673), (256, 1), 16, 3),
-    Waiting(False, range(28673, 32769), (512, 1), 8, 2),
-    Waiting(False, range(32769, 40961), (512, 1), 16, 2),
-    Waiting(False, range(40961, 65537), (256, 2), 16, 3),
-    Waiting(False, range(65537, 131073), (256, 4), 16, 3),
-    Waiting(True, range(897, 1025), (64, 1), 2, 24),
-    Waiting(True, range(1025, 2049), (64, 1), 4, 20),
-    Waiting(True, range(4097, 6145), (128, 1), 8, 8),
-    Waiting(True, range(7168, 7169), (128, 1), 8, 8),
-    Waiting(True, range(6145, 8192), (256, 1), 4, 6),
-    Waiting(True, range(8193, 14337), (256, 1), 8, 5),
-    Waiting(True, range(18432, 18433), (256, 1), 9, 4),
-    Waiting(True, range(22528, 22529), (256, 1), 11, 3),
-    Waiting(True, range(26624, 26625), (256, 1), 13, 3),
-    Waiting(True, range(14337, 32769), (512, 1), 8, 3),
+IN_SHARED_MEMORY: Final = (
+    InSharedMemory(False, range(3585, 4097), (256, 1), 2, 3),
+    InSharedMemory(False, range(7169, 8193), (512, 1), 2, 4),
+    InSharedMemory(False, range(8193, 12289), (256, 1), 8, 5),
+    InSharedMemory(False, range(12289, 14337), (512, 1), 4, 4),
+    InSharedMemory(False, range(16384, 16385), (256, 1), 8, 4),
+    InSharedMemory(False, range(16385, 20481), (512, 1), 8, 2),
+    InSharedMemory(False, range(20481, 24577), (256, 1), 16, 3),
+    InSharedMemory(False, range(24577, 28673), (256, 1), 16, 3),
+    InSharedMemory(False, range(28673, 32769), (512, 1), 8, 2),
+    InSharedMemory(False, range(32769, 40961), (512, 1), 16, 2),
+    InSharedMemory(False, range(40961, 65537), (256, 2), 16, 3),
+    InSharedMemory(False, range(65537, 131073), (256, 4), 16, 3),
+    InSharedMemory(True, range(897, 1025), (64, 1), 2, 24),
+    InSharedMemory(True, range(1025, 2049), (64, 1), 4, 20),
+    InSharedMemory(True, range(4097, 6145), (128, 1), 8, 8),
+    InSharedMemory(True, range(7168, 7169), (128, 1), 8, 8),
+    InSharedMemory(True, range(6145, 8192), (256, 1), 4, 6),
+    InSharedMemory(True, range(8193, 14337), (256, 1), 8, 5),
+    InSharedMemory(True, range(18432, 18433), (256, 1), 9, 4),
+    InSharedMemory(True, range(22528, 22529), (256, 1), 11, 3),
+    InSharedMemory(True, range(26624, 26625), (256, 1), 13, 3),
+    InSharedMemory(True, range(14337, 32769), (512, 1), 8, 3),
 )
 
 
@@ -133,9 +133,10 @@ IN_REGISTERS: Final = (
 FEW_ROWS: Final = 64
 
 
-# For backwards, by (whether there is a mean, whether a gradient is added, whether rows are strewn).
-# Of the pieces for a width the first of those that leave the fewest threads idle is taken. Measured
-# with 40 widths from 5,632 to 262,144 columns, and with seven strewn ones (docs/measured/cuda.md).
+# For backwards, by (whether there is a mean, whether a gradient is added, whether rows are
+# striped). Of the pieces for a width the first of those that leave the fewest threads idle is
+# taken. Measured with 40 widths from 5,632 to 262,144 columns, and with seven striped ones
+# (docs/measured/cuda.md).
 _WIDE, _WIDER, _WIDEST = range(8193, 131_073), range(131_073, 196_609), range(196_609, 262_145)
 BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], Pieces]] = {
     (False, False, False): (
@@ -175,7 +176,7 @@ _GAPS: Final = [range(width + 1, width + 2048) for width in range(14_336, 28_672
 # for a width the first that rows fill exactly is taken, or the last.
 FORWARD_PIECES: Final[dict[tuple[bool, bool], Pieces]] = {
     (False, False): (
-        # The widths between the gaps fill the vectors of 256 threads: they are in WAITING.
+        # The widths between the gaps fill the vectors of 256 threads: they are in IN_SHARED_MEMORY.
         *((gap, Piece(32, 8, 12, 4)) for gap in _GAPS if gap.start > 20_480),
         (range(28673, 131073), Piece(32, 8, 12, 4)),
         (range(131073, 262145), Piece(128, 8, 3)),

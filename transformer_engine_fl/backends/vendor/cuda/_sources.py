@@ -53,7 +53,7 @@ class LoadedKernels(Plans[Loaded]):
         """The kernel that ``source(*key, limits)`` names, on the device of ``like``."""
         device = like.get_device()
         full = (device, source, *key)
-        return self.get(full) or self.made(
+        return self.get(full) or self.get_or_create(
             full, lambda: Loaded(source(*key, _launch.limits(device)), device)
         )
 

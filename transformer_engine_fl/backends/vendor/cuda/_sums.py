@@ -36,7 +36,7 @@ class _Shape(NamedTuple):
         return self.vec * self.threads // self.warps
 
 
-FEW: Final = 64
+FEW_GROUPS: Final = 64
 """With so many groups, or fewer, most warps of a large block would only repeat the loads of others:
 with 64 groups a backward of 4,096 columns took 9.9 microseconds, and 8.1 in small blocks; with 128
 both took as long.
@@ -46,7 +46,7 @@ both took as long.
 def _shape(columns: int, sums: torch.dtype, results: int, few: bool) -> _Shape:
     """Few columns make few blocks, so these are large; many columns take wider loads. 8,192 columns
     are many if there are sums for two parameters. From 65,536 columns on there are enough threads
-    if each adds up all groups by itself. ``few``: whether there are no more groups than FEW.
+    if each adds up all groups by itself. ``few``: whether there are no more groups than FEW_GROUPS.
     """
     if columns % 4 == 0 and columns >= 65536 and SIZES[sums] == 4:
         return _Shape(4, 128, 1)
@@ -66,7 +66,7 @@ def sum_source(
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that adds up partial sums of dtype ``sums`` to results of dtype ``result``.
 
-    ``few``: whether there are no more groups than FEW.
+    ``few``: whether there are no more groups than FEW_GROUPS.
     """
     vec, threads, warps = _shape(columns, sums, results, few)
     defines: dict[str, str | int] = {
@@ -116,6 +116,6 @@ class SumOfGroups:
             first, second: pointers of the results; 0 if there is no second one.
             groups: the number of partial sums of each result.
         """
-        kernel, blocks = self._kernels[groups <= FEW]
+        kernel, blocks = self._kernels[groups <= FEW_GROUPS]
         results = 2 if second else 1
         kernel.launch(blocks, results, partial, first, second, groups, self._columns)

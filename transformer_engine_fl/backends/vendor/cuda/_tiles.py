@@ -17,35 +17,35 @@ from transformer_engine_fl.core.errors import NotSupportedError
 __all__ = [
     "CLUSTERS",
     "COUNTER_BYTES",
+    "EXCHANGE_OPTIONS",
     "LARGEST_CLUSTERS",
     "SHARED_PER_BLOCK",
-    "STREWN_FOURS",
+    "STRIPED_FOURS",
     "WARPS",
-    "WAYS",
     "Piece",
     "Pieces",
+    "Pipelining",
     "Team",
     "Tile",
-    "UnderWay",
     "exchange_bytes",
     "groups_of",
-    "is_strewn",
+    "is_striped",
     "pieces_for",
+    "pipelining",
     "require_clusters",
     "room_for_pieces",
     "runs_clusters",
-    "strewn_tile",
+    "striped_tile",
     "team_tile",
-    "under_way",
     "warp_tile",
     "with_blocks",
 ]
 
-STREWN: Final = 8
-"""Elements of a strewn vector, of rows of half precision that may begin at any address."""
+STRIPED: Final = 8
+"""Elements of a striped vector, of rows of half precision that may begin at any address."""
 
-STREWN_FOURS: Final = 8193
-"""Columns from which rows that divide into vectors of four are strewn too, by default: narrower
+STRIPED_FOURS: Final = 8193
+"""Columns from which rows that divide into vectors of four are striped too, by default: narrower
 rows were faster in vectors of four."""
 
 SHARED_PER_BLOCK: Final = 1024
@@ -64,10 +64,13 @@ WARPS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(32, 513, 32
 """Single blocks of whole warps, of up to 512 threads."""
 
 CLUSTERS: Final[tuple[Team, ...]] = ((256, 2), (256, 4), (256, 8), (256, 16), (512, 8))
-"""Clusters for wider strewn rows; the last is for the widest where clusters of 16 blocks are not
+"""Clusters for wider striped rows; the last is for the widest where clusters of 16 blocks are not
 supported."""
 
-WAYS: Final = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
+EXCHANGE_OPTIONS: Final = (
+    (LARGEST_CLUSTERS[0], True),
+    *((blocks, False) for blocks in LARGEST_CLUSTERS),
+)
 """(blocks of a cluster at most, whether blocks may exchange sums through memory instead): what a
 plan tries, in this order.
 """
@@ -84,7 +87,7 @@ class Tile:
         rows: rows that a block works on at once.
         cluster: blocks that share a row.
         blocks: blocks that should fit on a multiprocessor; bounds the registers.
-        strewn: whether the elements of a vector are 32 columns apart, so that the lanes of a
+        striped: whether the elements of a vector are 32 columns apart, so that the lanes of a
             warp hold neighbours.
     """
 
@@ -94,7 +97,7 @@ class Tile:
     rows: int = 1
     cluster: int = 1
     blocks: int = 1
-    strewn: bool = False
+    striped: bool = False
 
     @property
     def threads(self) -> int:
@@ -120,9 +123,9 @@ class Tile:
             "ROWS": self.rows,
             "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
-            "STREWN": int(self.strewn),
+            "STRIPED": int(self.striped),
         }
-        if self.strewn:  # one kernel, wherever the rows lie
+        if self.striped:  # one kernel, wherever the rows lie
             found["ACCESS"] = 1
         return found
 
@@ -137,24 +140,24 @@ class Tile:
         Args:
             sizes: bytes of an element of each tensor.
         """
-        beside = 16 * (self.threads // 32) * self.vecs if self.strewn else 0
+        beside = 16 * (self.threads // 32) * self.vecs if self.striped else 0
         return sum(self.threads * self.held * size + beside for size in sizes)
 
 
-def is_strewn(columns: int, *sizes: int, fours: int = STREWN_FOURS) -> bool:
-    """Whether rows of so many columns are strewn: see :class:`Tile`.
+def is_striped(columns: int, *sizes: int, fours: int = STRIPED_FOURS) -> bool:
+    """Whether rows of so many columns are striped: see :class:`Tile`.
 
     They are not where whole warps would leave more than a third of their vectors empty.
 
     Args:
         columns: columns of a row.
         sizes: bytes of an element of each tensor.
-        fours: columns from which rows that divide into vectors of four are strewn.
+        fours: columns from which rows that divide into vectors of four are striped.
     """
-    if set(sizes) != {2} or columns % STREWN == 0 or (columns % 4 == 0 and columns < fours):
+    if set(sizes) != {2} or columns % STRIPED == 0 or (columns % 4 == 0 and columns < fours):
         return False
-    of_warp = 32 * STREWN
-    return 2 * -(-columns // of_warp) * of_warp <= 3 * columns
+    per_warp = 32 * STRIPED
+    return 2 * -(-columns // per_warp) * per_warp <= 3 * columns
 
 
 def warp_tile(vectors: int, vec: int, most: int) -> Tile | None:
@@ -180,17 +183,17 @@ def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Til
     return None
 
 
-def _strewn_cost(tile: Tile) -> float:
-    """The cost of a tile for strewn rows: idle threads and few vectors per thread, as measured with
-    forward norms of 14 widths (docs/measured/cuda.md).
+def _striped_cost(tile: Tile) -> float:
+    """The cost of a tile for striped rows: idle threads and few vectors per thread, as measured
+    with forward norms of 14 widths (docs/measured/cuda.md).
     """
     return float(tile.room**0.7 * (1 + 0.5 / tile.vecs))
 
 
-def strewn_tile(
-    columns: int, most: int, teams: Iterable[Team], cost: Callable[[Tile], float] = _strewn_cost
+def striped_tile(
+    columns: int, most: int, teams: Iterable[Team], cost: Callable[[Tile], float] = _striped_cost
 ) -> Tile | None:
-    """Strewn rows, over whole warps: the cheapest tile of the teams that hold the row.
+    """Striped rows, over whole warps: the cheapest tile of the teams that hold the row.
 
     Args:
         columns: columns of a row.
@@ -198,13 +201,13 @@ def strewn_tile(
         teams: the teams to compare; a block has several teams of a single warp.
         cost: the cost by which tiles are compared.
     """
-    vectors = -(-columns // STREWN)
-    found = (team_tile(vectors, STREWN, most, (team,)) for team in teams)
+    vectors = -(-columns // STRIPED)
+    found = (team_tile(vectors, STRIPED, most, (team,)) for team in teams)
     tile = min((it for it in found if it), key=cost, default=None)
     if tile is None:
         return None
     alone = tile.lanes * tile.cluster == 32
-    return replace(tile, rows=4 if alone else 1, strewn=True)
+    return replace(tile, rows=4 if alone else 1, striped=True)
 
 
 def with_blocks(tile: Tile, threads: int) -> Tile:
@@ -224,7 +227,7 @@ def exchange_bytes(tile: Tile, values: int, size: int) -> int:
     return 2 * values * warps * max(4, size) if warps > 1 else 0
 
 
-class UnderWay(NamedTuple):
+class Pipelining(NamedTuple):
     """How a kernel that loops over rows pipelines them.
 
     Attributes:
@@ -237,14 +240,14 @@ class UnderWay(NamedTuple):
     st_async: bool
 
 
-def under_way(
+def pipelining(
     tile: Tile,
     stage_bytes: int,
     kept_bytes: int,
     device: _launch.Limits,
     most: int,
     st_async: bool,
-) -> UnderWay:
+) -> Pipelining:
     """How many rows may be in flight; the mbarriers of an exchange must not reduce their number.
 
     Args:
@@ -265,7 +268,7 @@ def under_way(
 
     found = depth(kept_bytes)
     st_async = st_async and tile.cluster > 1
-    return UnderWay(found, st_async and depth(kept_bytes + COUNTER_BYTES) == found)
+    return Pipelining(found, st_async and depth(kept_bytes + COUNTER_BYTES) == found)
 
 
 class Piece(NamedTuple):
@@ -289,8 +292,8 @@ class Piece(NamedTuple):
     def tile(self, columns: int) -> Tile:
         """How a row is spread, over as many blocks as it needs."""
         share = self.vecs * self.lanes * 8
-        strewn = is_strewn(columns, 2)
-        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
+        striped = is_striped(columns, 2)
+        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, striped)
 
 
 Pieces = tuple[tuple[range, Piece], ...]
@@ -325,7 +328,7 @@ def room_for_pieces(
         return None
     exchanged = exchange_bytes(replace(tile, cluster=1), sums, 2)
     stage_bytes = tile.kept(*sizes)
-    depth = under_way(tile, stage_bytes, kept + exchanged, device, stages, False).stages
+    depth = pipelining(tile, stage_bytes, kept + exchanged, device, stages, False).stages
     return stages * stage_bytes + kept if depth == stages else None
 
 

@@ -188,15 +188,15 @@ class WithBias:
         self._kernel = _launch.load(found, geometry, device)
         self._total = SumOfGroups(columns, math_dtype(key.x), key.grad, device)
         self._blocks = -(-columns // (lanes * key.vec))
-        under_way = geometry.threads * depth * key.vec * (SIZES[key.x] + SIZES[key.grad])
-        wanted = max(1, BIAS_BYTES // under_way) * _launch.limits(device).multiprocessors
+        bytes_in_flight = geometry.threads * depth * key.vec * (SIZES[key.x] + SIZES[key.grad])
+        wanted = max(1, BIAS_BYTES // bytes_in_flight) * _launch.limits(device).multiprocessors
         self._resident = max(1, min(self._kernel.resident_groups(), wanted) // self._blocks)
 
     def groups(self, rows: int) -> int:
         """How many groups of rows get a partial sum each: at most as many as run at once."""
         teams = -(-rows // self._rows)
-        turns = -(-teams // self._resident)
-        return min(65535, -(-teams // turns))
+        rounds = -(-teams // self._resident)
+        return min(65535, -(-teams // rounds))
 
     def __call__(self, groups: int, partial: int, dbias: int, *values: Any) -> None:
         """Launch; ``values`` are the addresses of grad, x and output, then the numbers."""
@@ -325,7 +325,7 @@ def _run(of: Of, grad: Tensor | None, x: Tensor, limit: float = 0.0, alpha: floa
         access = _access(vec, (address, x_step, dtype), (grad_address, grad_step, grad_dtype))
     device = x.get_device()
     key = (device, of.kind, of.gated, of.backward, dtype, grad_dtype, flat, vec, access)
-    kernel = _kernels.get(key) or _kernels.made(
+    kernel = _kernels.get(key) or _kernels.get_or_create(
         key, lambda: _launch.load(*source(Key(*key[1:])), device)
     )
     vectors = size // vec
@@ -364,7 +364,7 @@ def _run_with_bias(of: Of, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     access = _access(vec, (address, x_step, dtype), (grad_address, grad_step, grad_dtype))
     device = x.get_device()
     key = (device, columns, of.kind, False, True, dtype, grad_dtype, False, vec, access)
-    plan = _bias_kernels.get(key) or _bias_kernels.made(
+    plan = _bias_kernels.get(key) or _bias_kernels.get_or_create(
         key, lambda: WithBias(Key(*key[2:]), columns, device)
     )
     groups = plan.groups(rows)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._memory import extent
-from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, refuse, taken
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, as_plain, refuse
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
@@ -135,7 +135,7 @@ def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> l
     if not known:
         op.check(*tensors, **options)
     given = zip(op.signature.parameters, before, strict=False)
-    plains = [taken(name, parameter, it, known) for parameter, it in given]
+    plains = [as_plain(name, parameter, it, known) for parameter, it in given]
     if not known:
         looked_at = {
             option: options[option]

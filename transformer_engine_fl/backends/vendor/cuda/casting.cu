@@ -24,15 +24,15 @@
 //   OWNED      1 if rows belong to groups with scales of their own
 //   AMAX       1 to write the amax of each block of threads
 //   SUMS       1 to write partial sums of columns
-//   TURNED     1 to write the transposed codes too
-//   ASIDE      1 to write blocks' scales for turn_scales, the scales of a tile contiguously
+//   TRANSPOSED 1 to write the transposed codes too
+//   STAGED_SCALES  1 to write blocks' scales for transpose_scales, those of a tile contiguously
 //   BACKWARDS  1 to start at the end: data that was read last is the likeliest to be in L2 still
 //   DEPENDENT  1 if the previous kernel computes the scale
 //   LANES      threads along the columns of a block of threads; each has 16 neighbouring columns
 //   ROWS       rows that a block of threads works on at once
 //   AHEAD      rows of a thread that are in flight at once (cast_rows), or tiles (amax_tiles)
 //   BLOCKS     blocks of threads that must fit on a multiprocessor; bounds the registers
-//   WORD       type of the scales that a tile has of one row (turn_scales)
+//   WORD       type of the scales that a tile has of one row (transpose_scales)
 //
 // Along a row a thread has whole blocks of e2m1, and a half or an eighth of a block of the other
 // formats. It reads its 16 columns in neighbouring accesses, the second of which hits in L1.
@@ -185,9 +185,9 @@ struct Piece {
 #endif
   }
 
-  // For a complete piece in one half: `ask` issues the reads, `make` computes the values.
-  static __device__ __forceinline__ void ask(const Input& in, int row, int column,
-                                             Share<kPiece>& share) {
+  // For a complete piece in one half: `fetch` issues the reads, `make` computes the values.
+  static __device__ __forceinline__ void fetch(const Input& in, int row, int column,
+                                               Share<kPiece>& share) {
     const bool of_gate = HALVES && column >= in.part;
     share.read(in, row, of_gate ? column - in.part : column);
   }
@@ -215,7 +215,7 @@ struct Piece {
       clear();
     } else if (WHOLE || (column + kPiece <= end && !straddles)) {
       Share<kPiece> share;
-      ask(in, row, column, share);
+      fetch(in, row, column, share);
       make(in, column, share);
     } else {
 #if SOURCE == 0
@@ -333,14 +333,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto is_inside = [&](Number row) {
     return row < rows && share < shares && column < static_cast<int>(width);
   };
-  const auto ask = [&](Number base) {
+  const auto fetch = [&](Number base) {
     const Number row = row_of(base, 0);
-    if (is_inside(row)) Piece::ask(in, static_cast<int>(row), column, next);
+    if (is_inside(row)) Piece::fetch(in, static_cast<int>(row), column, next);
   };
   const auto read = [&](Number base) {
     if constexpr (pipelined) {
       const Share<kPiece> present = next;
-      ask(base + step);
+      fetch(base + step);
       if (is_inside(row_of(base, 0))) pieces[0].make(in, column, present);
       else pieces[0].clear();
       return;
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   };
   Number base = static_cast<Number>(share) * (AHEAD * ROWS);
-  if constexpr (pipelined) ask(base);
+  if constexpr (pipelined) fetch(base);
   read(base);
   const float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
                                     global_scale_inv);
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #ifdef KERNEL_cast_tiles
 
 constexpr int kSide = 128;
-constexpr int kTurns = kSide / ROWS;
+constexpr int kIterations = kSide / ROWS;
 // With one scale for all, a code is the same along rows and columns.
 constexpr bool kSame = WIDTH == 0;
 // The type in which the tile waits in shared memory to be cast along its columns.
@@ -444,24 +444,26 @@ using Value = float;
 #endif
 
 static_assert(LANES * kPiece == kSide, "LANES must cover a tile's columns");
-static_assert(!ASIDE || (INSIDE && TURNED && WIDTH > 0), "ASIDE needs block scales");
+static_assert(!STAGED_SCALES || (INSIDE && TRANSPOSED && WIDTH > 0),
+              "STAGED_SCALES needs block scales");
 
 // The stored scales of all blocks of one column of the tile, or of one row.
 using Inverses = Stored[kSide / (WIDTH > 0 ? WIDTH : 1)];
 
 // Writes the Inverses of all columns or rows of the tile contiguously. `lines` is how many of these
 // the matrix has, `line` the tile's first, and `place` how many tiles come before it across them.
-__device__ __forceinline__ void put_aside(const Inverses* inverses, Stored* aside, int line,
-                                          int lines, int place) {
+__device__ __forceinline__ void store_staged(const Inverses* inverses, Stored* staged, int line,
+                                             int lines, int place) {
   if (threadIdx.x < kSide) {
-    unsigned char* to = reinterpret_cast<unsigned char*>(aside);
+    unsigned char* to = reinterpret_cast<unsigned char*>(staged);
     to += (static_cast<long long>(place) * lines + line + threadIdx.x) * sizeof(Inverses);
     store_bytes<sizeof(Inverses), sizeof(Inverses)>(
         to, reinterpret_cast<const unsigned*>(inverses[threadIdx.x]));
   }
 }
 
-// Casts a tile of 128x128 along its rows, or as a square block, and with TURNED along its columns.
+// Casts a tile of 128x128 along its rows, or as a square block, and with TRANSPOSED along its
+// columns.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     cast_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
                const TW* __restrict__ weight, const TB* __restrict__ bias,
@@ -480,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int byte_rows = rows / (8 / KIND::kBits);
   const auto [above, before] =
       tile_of(BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x, (rows + kSide - 1) / kSide,
-              across, INSIDE || !TURNED ? 0 : byte_rows);
+              across, INSIDE || !TRANSPOSED ? 0 : byte_rows);
   const unsigned block = above * across + before;
   const int first_row = above * kSide;
   const int first_column = before * kSide;
@@ -492,44 +494,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Values as stored are kept in registers, so that all reads are in flight at once; computed ones
   // are kept only if the scale of a square block needs all of them.
   constexpr bool kept = SOURCE == 0 || SQUARE;
-  Piece pieces[kept ? kTurns : 1];
-  int groups[kTurns];
-  auto read = [&](int turn, Piece& piece) {
-    const int row = first_row + team + turn * ROWS;
-    groups[turn] = owner_of(owner, row, rows);
+  Piece pieces[kept ? kIterations : 1];
+  int groups[kIterations];
+  auto read = [&](int iteration, Piece& piece) {
+    const int row = first_row + team + iteration * ROWS;
+    groups[iteration] = owner_of(owner, row, rows);
     piece.read<INSIDE>(in, row, column,
-                       (INSIDE || row < rows) && (!OWNED || groups[turn] >= 0));
+                       (INSIDE || row < rows) && (!OWNED || groups[iteration] >= 0));
   };
   float largest = 0.0f;
   if constexpr (kept) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) read(turn, pieces[turn]);
+    for (int iteration = 0; iteration < kIterations; ++iteration)
+      read(iteration, pieces[iteration]);
   }
   float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, scale_inv_t,
                               global_scale_inv);
   if constexpr (SQUARE) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      largest = fmaxf(largest, pieces[kept ? turn : 0].largest(0));
+    for (int iteration = 0; iteration < kIterations; ++iteration) {
+      largest = fmaxf(largest, pieces[kept ? iteration : 0].largest(0));
     }
     largest = largest_of_block(largest);
     Stored inverse;
     shared = block_scale<KIND, SCALES, POW2>(largest, 1.0f, epsilon, inverse);
     if (threadIdx.x == 0 && first_row < rows && first_column < columns) {
       scale_inv[block] = inverse;
-      if constexpr (TURNED) {
+      if constexpr (TRANSPOSED) {
         const int down = (rows + kSide - 1) / kSide;
         scale_inv_t[static_cast<long long>(before) * down + above] = inverse;
       }
     }
   }
   float total[SUMS ? kPiece : 1] = {};
-  __shared__ __align__(8) Inverses of_rows[ASIDE ? kSide : 1];
+  __shared__ __align__(8) Inverses of_rows[STAGED_SCALES ? kSide : 1];
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    Piece& piece = pieces[kept ? turn : 0];
-    if constexpr (!kept) read(turn, piece);
-    const int row = first_row + team + turn * ROWS;
+  for (int iteration = 0; iteration < kIterations; ++iteration) {
+    Piece& piece = pieces[kept ? iteration : 0];
+    if constexpr (!kept) read(iteration, piece);
+    const int row = first_row + team + iteration * ROWS;
     float values[kPiece];
     piece.get(0, values);
     float amax = 0.0f;
@@ -539,21 +542,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
     }
-    const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
+    const float scale_of_row =
+        OWNED && groups[iteration] >= 0 && scale ? scale[groups[iteration]] : shared;
     PieceCodes codes;
     const Output::At to{row, column};
-    if constexpr (ASIDE) {
+    if constexpr (STAGED_SCALES) {
       constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
       Stored inverse;
       const float scale_of_block = block_scale<KIND, SCALES, POW2>(
           largest_of_lanes<kLanes>(amax), scale_of_row, epsilon, inverse);
-      if (lane % kLanes == 0) of_rows[team + turn * ROWS][lane / kLanes] = inverse;
+      if (lane % kLanes == 0) of_rows[team + iteration * ROWS][lane / kLanes] = inverse;
       codes = out.put_codes<INSIDE>(values, to, column, true, scale_of_block);
     } else {
       codes = out.put<INSIDE>(values, amax, to, column, INSIDE || row < rows, scale_of_row);
     }
-    if constexpr (TURNED) {
-      const int place = team + turn * ROWS;
+    if constexpr (TRANSPOSED) {
+      const int place = team + iteration * ROWS;
       if constexpr (kSame) {
         store_bytes<16, 16>(tile + place * kSide + lane * kPiece, codes.words);
       } else {
@@ -596,14 +600,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
     }
   }
-  if constexpr (TURNED) {
+  if constexpr (TRANSPOSED) {
     __syncthreads();
-    if constexpr (ASIDE) put_aside(of_rows, scale_inv, first_row, rows, before);
+    if constexpr (STAGED_SCALES) store_staged(of_rows, scale_inv, first_row, rows, before);
     const int first_byte = first_row / (8 / KIND::kBits);
     if constexpr (kSame) {
-      turn_bytes<kThreads>(tile);
-      drain_turned<kThreads, kSide, 2, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
-                                                          first_byte, byte_rows);
+      transpose_bytes<kThreads>(tile);
+      drain_transposed<kThreads, kSide, 2, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
+                                                              first_byte, byte_rows);
     } else {
       // A thread has 32 rows of two columns.
       constexpr int kRun = 32;
@@ -670,17 +674,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
         for (int chunk = 0; chunk < Codes<KIND, kRun>::kBytes / 16; ++chunk) {
           const int place = run * (Codes<KIND, kRun>::kBytes / 16) + chunk;
-          store_bytes<16, 16>(turned_chunk<kBytes, 1>(tile, 2 * pair + j, place),
+          store_bytes<16, 16>(transposed_chunk<kBytes, 1>(tile, 2 * pair + j, place),
                               codes[j].words + 4 * chunk);
         }
       }
       __syncthreads();
-      drain_turned<kThreads, kBytes, 1, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
-                                                           first_byte, byte_rows);
+      drain_transposed<kThreads, kBytes, 1, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
+                                                               first_byte, byte_rows);
       constexpr int width = WIDTH > 0 ? WIDTH : 1;
       const int down = (rows + width - 1) / width;
-      if constexpr (ASIDE) {
-        put_aside(inverses, scale_inv_t, first_column, columns, above);
+      if constexpr (STAGED_SCALES) {
+        store_staged(inverses, scale_inv_t, first_column, columns, above);
       } else if constexpr (INSIDE) {  // the scales of a column by one access of 4 or 8 bytes
         if (threadIdx.x < kSide) {
           Stored* to = scale_inv_t + static_cast<long long>(first_column + threadIdx.x) * down +
@@ -706,27 +710,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 #endif  // KERNEL_cast_tiles
 
-#ifdef KERNEL_turn_scales
+#ifdef KERNEL_transpose_scales
 
-// Puts the scales that tiles wrote with ASIDE in order: first those of `rows` rows of `across`
-// tiles each, in `blocks` blocks of threads, then those of `columns` columns of `down` tiles each.
+// Puts the scales that tiles wrote with STAGED_SCALES in order: first those of `rows` rows of
+// `across` tiles each, in `blocks` blocks of threads, then those of `columns` columns of `down`
+// tiles each.
 extern "C" __global__ void __launch_bounds__(256)
-    turn_scales(const WORD* aside, WORD* scale_inv, const WORD* aside_t, WORD* scale_inv_t,
+    transpose_scales(const WORD* staged, WORD* scale_inv, const WORD* staged_t, WORD* scale_inv_t,
                 int rows, int across, int columns, int down, int blocks) {
   wait_for_predecessor();
   int block = blockIdx.x;
   if (block >= blocks) {
     block -= blocks;
-    aside = aside_t;
+    staged = staged_t;
     scale_inv = scale_inv_t;
     rows = columns;
     across = down;
   }
-  turn_numbers<256>(aside, scale_inv, rows, across, rows, block);
+  transpose_numbers<256>(staged, scale_inv, rows, across, rows, block);
   release_dependents();
 }
 
-#endif  // KERNEL_turn_scales
+#endif  // KERNEL_transpose_scales
 
 #ifdef KERNEL_amax_tiles
 

@@ -107,7 +107,7 @@ def _launched(
     if pointers[0] & 15:
         access = access_width(access, (pointers[0], SIZES[dtype]))
     key = (device, dtype, access, kernel)
-    found = _kernels.get(key) or _kernels.made(
+    found = _kernels.get(key) or _kernels.get_or_create(
         key, lambda: _launch.load(*source(dtype, access, kernel), device)
     )
     blocks = -(-size // (8 * THREADS * _bytes(dtype, kernel)))

@@ -27,11 +27,11 @@ from transformer_engine_fl.backends._tf32 import AS_TF32, uses_tf32
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     KnownCalls,
+    as_plain,
     check_fresh,
     fresh,
     plain,
     refuse,
-    taken,
 )
 from transformer_engine_fl.backends.vendor.cuda._numbers import numbers_on_device
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -311,11 +311,11 @@ def generic_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    a, b = taken(name, "A", A, known), taken(name, "B", B, known)
+    a, b = as_plain(name, "A", A, known), as_plain(name, "B", B, known)
     dtype = out_dtype or (torch.bfloat16 if b.dtype in _FLOAT8 else b.dtype)
     scales = (
-        None if A_scale_inv is None else taken(name, "A_scale_inv", A_scale_inv, known),
-        None if B_scale_inv is None else taken(name, "B_scale_inv", B_scale_inv, known),
+        None if A_scale_inv is None else as_plain(name, "A_scale_inv", A_scale_inv, known),
+        None if B_scale_inv is None else as_plain(name, "B_scale_inv", B_scale_inv, known),
     )
     if not known:
         reason = _declined(
@@ -350,7 +350,7 @@ def generic_gemm(
             out,
             left,
             right,
-            None if bias is None else taken(name, "bias", bias, known),
+            None if bias is None else as_plain(name, "bias", bias, known),
             alpha,
             None if D is not None else beta,
             scales,
@@ -571,8 +571,8 @@ def te_general_grouped_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    A = [taken(name, "A", it, known) for it in A]
-    B = [taken(name, "B", it, known) for it in B]
+    A = [as_plain(name, "A", it, known) for it in A]
+    B = [as_plain(name, "B", it, known) for it in B]
     dtype = out_dtype or (torch.bfloat16 if B[0].dtype in _FLOAT8 else B[0].dtype)
     D = None
     if (

@@ -115,10 +115,10 @@ __device__ __forceinline__ void take_in(Statistics<A>& found, const A (&scores)[
   A above = found.highest;
 #pragma unroll
   for (int i = 0; i < N; ++i) above = Max::combine(above, scores[i]);
-  const A taken = taken_off_scores(above);
-  A sum = found.total * exponential(found.highest - taken);
+  const A shift = softmax_shift(above);
+  A sum = found.total * exponential(found.highest - shift);
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum += exponential(scores[i] - taken);
+  for (int i = 0; i < N; ++i) sum += exponential(scores[i] - shift);
   found.total = sum;
   found.highest = above;
 }
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   A center[1] = {A(0)};
   if constexpr (SUMMED && !STATISTICS) {
     if (read) scores_of(read_logits<1>(source), bias, 0, cap, center);
-    center[0] = taken_off_scores(center[0]);
+    center[0] = softmax_shift(center[0]);
   }
 
   const int vectors = columns / VEC;
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   A highest[SUMMED ? 2 : 1], sums[SUMMED ? 2 : 1];
   for (A& value : highest) value = found.highest;
   over_row.max(highest);
-  sums[0] = found.total * exponential(found.highest - taken_off_scores(highest[0]));
+  sums[0] = found.total * exponential(found.highest - softmax_shift(highest[0]));
   if constexpr (SUMMED) sums[1] = found.summed;
   over_row.sum(sums);
   if (!writes) return;
@@ -236,11 +236,11 @@ extern "C" __global__ void __launch_bounds__(LANES)
     values_of(shard, values);
     found.highest = Max::combine(found.highest, values[0]);
   }
-  const A taken = taken_off_scores(found.highest);
+  const A shift = softmax_shift(found.highest);
 #pragma unroll 4
   for (int shard = 0; shard < shards; ++shard) {
     values_of(shard, values);
-    found.total += values[1] * exponential(values[0] - taken);
+    found.total += values[1] * exponential(values[0] - shift);
     found.at_target += values[2];
     if constexpr (SUMMED) found.summed += values[3];
   }
@@ -280,8 +280,8 @@ __device__ __forceinline__ void finish(TO* out, const Vec<TX, N>& stored, const 
     if constexpr (BIASED) d[i] = row.read ? d[i] : A(0);
     Capped of = {d[i], A(1)};
     if constexpr (CAPPED) of = capped(d[i], row.cap);
-    const A taken = column + i == row.word ? row.pull : row.uniform;
-    d[i] = fma(row.factor, exponential(of.score - row.lse), -taken);
+    const A shift = column + i == row.word ? row.pull : row.uniform;
+    d[i] = fma(row.factor, exponential(of.score - row.lse), -shift);
     if constexpr (CAPPED) d[i] *= of.slope;
   }
   store(out, encode<TO>(d));
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS)
     common.pull = ((A(1) - smoothing) * grad + common.uniform) * scaled;
     common.uniform *= scaled;
     common.factor *= scaled;
-    if (target < 0 || target >= last) common.factor = missing<A>();
+    if (target < 0 || target >= last) common.factor = quiet_nan<A>();
     const unsigned long long word =
         static_cast<unsigned long long>(target) - static_cast<unsigned long long>(start);
     if (target >= start && word < static_cast<unsigned long long>(columns)) {

@@ -302,7 +302,9 @@ def _run_forward(
         statistics or bool(options.smoothing),
         statistics,
     )
-    run = _forwards.get(key) or _forwards.made(key, lambda: Forward(ForwardKey(*key[1:]), key[0]))
+    run = _forwards.get(key) or _forwards.get_or_create(
+        key, lambda: Forward(ForwardKey(*key[1:]), key[0])
+    )
     run(
         op,
         rows,
@@ -334,7 +336,7 @@ def _run_merge(
     size = SIZES[dtype]
     access = access_width(16 // size, (address, size))
     key = (stats.get_device(), dtype, access, bool(options.smoothing))
-    kernel = _merges.get(key) or _merges.made(
+    kernel = _merges.get(key) or _merges.get_or_create(
         key, lambda: _launch.load(*merge_source(*key[1:]), key[0])
     )
     kernel.launch(
@@ -389,7 +391,7 @@ def _run_backward(
         edges,
         owned,
     )
-    run = _backwards.get(key) or _backwards.made(
+    run = _backwards.get(key) or _backwards.get_or_create(
         key, lambda: Backward(BackwardKey(*key[1:]), key[0])
     )
     run(

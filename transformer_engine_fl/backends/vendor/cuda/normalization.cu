@@ -21,7 +21,7 @@
 //   CLUSTER              blocks that share a row: a cluster, unless they exchange through memory
 //   FULL                 1 if the row fills all vectors, so that no column is compared with the
 //                        row's end
-//   STREWN               1 if neighbouring lanes have neighbouring columns, for rows of any
+//   STRIPED              1 if neighbouring lanes have neighbouring columns, for rows of any
 //                        alignment: see rows.cuh (forward without CAST, backward)
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   SPAN                 neighbouring columns that a thread casts: VEC, or two vectors (forward with
@@ -70,14 +70,14 @@ constexpr int kTogether = 1;  // a block's columns are contiguous
 #else
 constexpr int kTogether = CLUSTER;
 #endif
-using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STREWN>;
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STRIPED>;
 template <typename T>
 using Slots = Row::Slots<T>;
 #if defined(KERNEL_forward)
-static_assert(!STREWN || CAST == 0, "STREWN rows cannot be cast");
-static_assert(!STREWN || !AHEAD, "AHEAD would read gamma and beta past their end");
+static_assert(!STRIPED || CAST == 0, "STRIPED rows cannot be cast");
+static_assert(!STRIPED || !AHEAD, "AHEAD would read gamma and beta past their end");
 #elif !defined(KERNEL_backward)
-static_assert(!STREWN, "this kernel does not support STREWN");
+static_assert(!STRIPED, "this kernel does not support STRIPED");
 #endif
 
 #endif
@@ -153,7 +153,7 @@ __device__ __forceinline__ A columns_of_warp(int rank, int columns) {
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    const int first = Row::first_column(v, rank) - lane * (STREWN ? 1 : VEC);
+    const int first = Row::first_column(v, rank) - lane * (STRIPED ? 1 : VEC);
     count += max(0, min(columns - first, kLanes * VEC));
   }
   return A(count);
@@ -335,7 +335,7 @@ using Cast = RowCast<KIND, SCALES, POW2, WIDTH, SPAN,
 // The neighbouring columns that a thread writes. If a span is wider than a vector, other threads
 // have copied part of it to shared memory, where the row lies as in global memory.
 constexpr int kSpans = VECS * VEC / SPAN;
-using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
+using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL, STRIPED>;
 static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * VEC % SPAN == 0),
               "a wider SPAN needs one row per block and a barrier before the store");
 
@@ -346,14 +346,14 @@ static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * 
 // kCramped: full rows of 4-bit codes are then written with bounds checks too.
 constexpr bool kRoomy = Row::kThreads * BLOCKS <= 1024;
 constexpr bool kPlaceKept =
-    Span::kApart % Cast::kWidth == 0 && (kRoomy || !ADDED && KIND::kBits == 8);
+    Span::kVectorStride % Cast::kWidth == 0 && (kRoomy || !ADDED && KIND::kBits == 8);
 constexpr bool kCramped = !kRoomy && FULL && KIND::kBits == 4;
 constexpr bool kInside = FULL && !kCramped;
 
 // The place of span `at`; `first` is that of the thread's first span.
 __device__ __forceinline__ auto place_of(const Cast::Place& first, long long row, int at,
                                          int column) {
-  if constexpr (kPlaceKept) return first.further(at * Span::kApart);
+  if constexpr (kPlaceKept) return first.further(at * Span::kVectorStride);
   else return Cast::At{static_cast<int>(row), column};
 }
 #else
@@ -396,10 +396,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    const int asked = Row::in_pieces(columns, last);
-    Slots<TX>::fill<kOnce>(kept, v, source + first, active, column, asked);
+    const int copied_columns = Row::in_pieces(columns, last);
+    Slots<TX>::fill<kOnce>(kept, v, source + first, active, column, copied_columns);
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + first, active, column, asked);
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + first, active, column,
+                             copied_columns);
     }
   }
   commit_copies();
@@ -409,16 +410,16 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + first, true, column, columns);
+      Slots<TW>::fill<kReused>(kept_gamma, v, gamma + first, true, column, columns);
       if constexpr (BIASED) {
-        Slots<TB>::fill<kAgain>(kept_beta, v, beta + first, true, column, columns);
+        Slots<TB>::fill<kReused>(kept_beta, v, beta + first, true, column, columns);
       }
     }
   }
   commit_copies();
   Row::wait<(SPAN == VEC ? 1 : 0)>();
   unsigned char* kept_row = kept + Slots<TX>::begin(source);
-#if STREWN
+#if STRIPED
   if (last && active) {
     const int rest = Row::rest_of(columns, rank);
     Slots<TX>::fill_rest(kept, source, rest);
@@ -538,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   Statistics<(!EXCHANGE ? kBehindBarrier : CENTRED ? kByBlocks : kByWarps)> over_row;
 
   const int first = Row::first_column(0, rank);
-  auto ask = [&](long long row, unsigned char* slots) {
+  auto fetch = [&](long long row, unsigned char* slots) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -553,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
-    ask(group + stage * groups, ring + stage * kStageBytes);
+    fetch(group + stage * groups, ring + stage * kStageBytes);
   }
   Vec<TW, SPAN> own_gamma[kSpans];
   Vec<TB, SPAN> own_beta[kSpans];
@@ -608,7 +609,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
     // A row that other threads read too is free once all have passed the barrier of the reduction.
-    if (SPAN != VEC && row != group) ask(row + (STAGES - 1) * groups, written);
+    if (SPAN != VEC && row != group) fetch(row + (STAGES - 1) * groups, written);
     unsigned char* slots = ring + stage * kStageBytes;
     written = slots;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -647,7 +648,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
     }
 #endif
-    if (SPAN == VEC) ask(row + STAGES * groups, slots);
+    if (SPAN == VEC) fetch(row + STAGES * groups, slots);
   }
 #if CAST != 0
   // One amax for all rows of a group, numbered by groups.
@@ -706,7 +707,7 @@ class StatisticsOfRow {
     if constexpr (kHalvedBlocks) {
       A found[2];
       merge_parts<Moments>(parts, found);
-      halve<Moments, Exchange::kHalved>(found);
+      halve<Moments, Exchange::kReducedLanes>(found);
       mean = found[0];
       variance = found[1];
     } else {
@@ -718,7 +719,7 @@ class StatisticsOfRow {
       A off[1] = {A(0)};
 #pragma unroll
       for (int i = 0; i < Exchange::kPerLane; ++i) off[0] += counts_[i] * (parts[i][0] - close);
-      halve<Sum, Exchange::kHalved>(off);
+      halve<Sum, Exchange::kReducedLanes>(off);
       const A nearly = fma(off[0], share, close);
       A sums[2] = {A(0), A(0)};
 #pragma unroll
@@ -727,7 +728,7 @@ class StatisticsOfRow {
         sums[0] += counts_[i] * distance;
         sums[1] += parts[i][1] + counts_[i] * distance * distance;
       }
-      halve<Sum, Exchange::kHalved>(sums);
+      halve<Sum, Exchange::kReducedLanes>(sums);
       const A rest = sums[0] * share;
       mean = rest == rest ? nearly + rest : nearly;
       variance = fma(-rest, rest, sums[1] * share);
@@ -785,7 +786,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   StatisticsOfRow statistics(exchange_slots, static_cast<unsigned>(first_epoch), Piece::group(),
                              columns);
   const Piece piece(columns);
-  auto ask = [&](long long row, unsigned char* slots) {
+  auto fetch = [&](long long row, unsigned char* slots) {
     const bool exists = row < rows;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -808,11 +809,13 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       if (valid) held_gamma[v] = load<ACCESS, VEC>(piece.place(gamma, v));
       if (BIASED && valid) held_beta[v] = load<ACCESS, VEC>(piece.place(beta, v));
     } else {
-      piece.fill<kAgain>(gamma_slots, v, gamma, true);
-      if constexpr (BIASED) piece.fill<kAgain>(beta_slots, v, beta, true);
+      piece.fill<kReused>(gamma_slots, v, gamma, true);
+      if constexpr (BIASED) piece.fill<kReused>(beta_slots, v, beta, true);
     }
   }
-  auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
+  auto gamma_of = [&](int v) {
+    return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v);
+  };
   auto beta_of = [&](int v) {
     if constexpr (!BIASED) return zeros<TB, VEC>();
     else return HOLD_GAMMA ? held_beta[v] : Slots<TB>::read(beta_slots, v);
@@ -855,7 +858,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       if constexpr (FULL && !ADDED) __syncwarp();
     }
   };
-  go_through<CLUSTER, STAGES, kStageBytes, Held>(ring, rows, ask, take, write);
+  for_each_row<CLUSTER, STAGES, kStageBytes, Held>(ring, rows, fetch, take, write);
 }
 
 #endif  // KERNEL_forward_pieces
@@ -948,9 +951,9 @@ struct Operands {
   static constexpr int kAddedAt = kGradientAt + Slots<TDY>::kBytes;
   static constexpr int kBytes = kAddedAt + (WithAdded ? Slots<TADD>::kBytes : 0);
 
-  static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
-                                             const TADD* add, bool valid_row, int rank,
-                                             int columns) {
+  static __device__ __forceinline__ void fetch(unsigned char* slots, const TX* x, const TDY* dy,
+                                               const TADD* add, bool valid_row, int rank,
+                                               int columns) {
     const int first = Row::first_column(0, rank);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -964,8 +967,8 @@ struct Operands {
   }
 
   // Loads the column of `rest_of` of a last row whose copies have arrived.
-  static __device__ __forceinline__ void ask_rest(unsigned char* slots, const TX* x, const TDY* dy,
-                                                  const TADD* add, int column) {
+  static __device__ __forceinline__ void fetch_rest(unsigned char* slots, const TX* x,
+                                                    const TDY* dy, const TADD* add, int column) {
     Slots<TX>::fill_rest(slots, x, column);
     Slots<TDY>::fill_rest(slots + kGradientAt, dy, column);
     if constexpr (WithAdded) Slots<TADD>::fill_rest(slots + kAddedAt, add, column);
@@ -998,7 +1001,7 @@ constexpr bool kFewEmpty = BATCH == 1;
 #else
 constexpr bool kFewEmpty = true;
 #endif
-constexpr bool kBranches = FULL || STREWN || !kFewEmpty || Vec<TX, VEC>::kBytes < 16;
+constexpr bool kBranches = FULL || STRIPED || !kFewEmpty || Vec<TX, VEC>::kBytes < 16;
 
 // Writes a thread's sums of its columns to its group's partial sums.
 __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target, int rank,
@@ -1046,8 +1049,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   long long stride = min(x_stride, dy_stride);
   if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
   const long long first_last = Row::first_last(rows, stride);
-  auto ask = [&](long long row, unsigned char* slots) {
-    Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
+  auto fetch = [&](long long row, unsigned char* slots) {
+    Kept::fetch(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
               rank, Row::in_pieces(columns, row >= first_last));
     commit_copies();
   };
@@ -1065,18 +1068,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
     } else {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + Row::first_column(0, rank), true, column,
+      Slots<TW>::fill<kReused>(own_gamma, v, gamma + Row::first_column(0, rank), true, column,
                               Row::in_pieces(columns, true));
     }
   }
-#if STREWN
+#if STRIPED
   if constexpr (!HOLD_GAMMA) commit_copies();
 #endif
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
-    ask(first_base + team + stage * step, ring + stage * kStageBytes);
+    fetch(first_base + team + stage * step, ring + stage * kStageBytes);
   }
-#if STREWN
+#if STRIPED
   const int rest = Row::rest_of(columns, rank);
   if constexpr (!HOLD_GAMMA) {
     Row::wait<STAGES>();
@@ -1094,11 +1097,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
   A next_scale = 0;
   A next_mean = 0;
-  auto ask_statistics = [&](long long row) {
+  auto fetch_statistics = [&](long long row) {
     next_scale = row < rows ? rsigma[row] : A(0);
     if constexpr (CENTRED) next_mean = row < rows ? mu[row] : A(0);
   };
-  ask_statistics(first_base + team);
+  fetch_statistics(first_base + team);
 
   // The terms of a vector of the row in these slots. The row is read from there once for the sums
   // and again for dx: beside dgamma and dbeta it would not fit into the registers.
@@ -1112,9 +1115,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   A sums[kSums];
   auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
-#if STREWN
+#if STRIPED
     if (row >= first_last && row < rows) {
-      Kept::ask_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
+      Kept::fetch_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
                      rest);
       Row::release();
     }
@@ -1146,7 +1149,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   A mean = next_mean;
   if constexpr (OVERLAP) {
     Row::wait<STAGES - 1>();
-    ask_statistics(first_base + team + step);
+    fetch_statistics(first_base + team + step);
     begin(ring, first_base + team, scale, mean);
   }
 #pragma unroll 1
@@ -1159,7 +1162,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       mean = next_mean;
       Row::wait<STAGES - 1>();
       begin(slots, row, scale, mean);
-      ask_statistics(row + step);
+      fetch_statistics(row + step);
     }
     // Loaded while the next row is summed; in shared memory it would take the place of one of the
     // prefetched rows.
@@ -1189,7 +1192,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         Row::wait<(OVERLAP ? STAGES - 2 : 0)>();
         scale = next_scale;
         mean = next_mean;
-        ask_statistics(row + 2 * step);
+        fetch_statistics(row + 2 * step);
         begin(ring + stage * kStageBytes, row + step, scale, mean);
       }
     };
@@ -1211,14 +1214,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       auto result = [&] {
         return terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);
       };
-      if constexpr (STREWN) {
+      if constexpr (STRIPED) {
         Row::put(to, result(), columns - column);
       } else {
         store_where<kBranches>(to, result(), valid);
       }
     }
     Row::release();
-    ask(row + STAGES * step, slots);
+    fetch(row + STAGES * step, slots);
   }
 
   release_dependents();
@@ -1285,18 +1288,18 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const long long first_base = static_cast<long long>(group) * BATCH;
   RowReduction<LANES, 1, BATCH * kSums, A> over_rows;
 
-  auto ask = [&](long long base, unsigned char* slots) {
+  auto fetch = [&](long long base, unsigned char* slots) {
 #pragma unroll
     for (int t = 0; t < BATCH; ++t) {
       const long long row = base + t;
-      Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
+      Kept::fetch(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
                 add + row * add_stride, row < rows, rank, columns);
     }
     commit_copies();
   };
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
-    ask(first_base + stage * step, ring + stage * kStageBytes);
+    fetch(first_base + stage * step, ring + stage * kStageBytes);
   }
 
   A own_gamma[VECS][VEC];
@@ -1304,14 +1307,14 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
   A next_scale[BATCH], next_mean[BATCH];
-  auto ask_statistics = [&](long long base) {
+  auto fetch_statistics = [&](long long base) {
 #pragma unroll
     for (int t = 0; t < BATCH; ++t) {
       next_scale[t] = base + t < rows ? rsigma[base + t] : A(0);
       next_mean[t] = CENTRED && base + t < rows ? mu[base + t] : A(0);
     }
   };
-  ask_statistics(first_base);
+  fetch_statistics(first_base);
 
   int stage = 0;
 #pragma unroll 1
@@ -1346,8 +1349,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       for (int k = 0; k < kSums; ++k) sums[t * kSums + k] = found[k];
     }
     over_rows.begin<Sum>(sums);
-    ask_statistics(base + step);
-    ask(base + STAGES * step, slots);
+    fetch_statistics(base + step);
+    fetch(base + STAGES * step, slots);
     over_rows.end<Sum>(sums);
 #pragma unroll
     for (int t = 0; t < BATCH; ++t) {
@@ -1402,7 +1405,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const int first_column = Row::first_column(0, rank);
   const TX* next_x = x + block * x_stride + first_column;
   const TDY* next_dy = dy + block * dy_stride + first_column;
-  auto ask = [&](int row, unsigned char* slots) {
+  auto fetch = [&](int row, unsigned char* slots) {
     const bool exists = row < rows;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -1417,7 +1420,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   };
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
-    ask(block + stage * blocks, ring + stage * kStageBytes);
+    fetch(block + stage * blocks, ring + stage * kStageBytes);
   }
 
   A own_gamma[VECS][VEC];
@@ -1425,11 +1428,11 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
   A next_scale, next_mean;
-  auto ask_statistics = [&](int row) {
+  auto fetch_statistics = [&](int row) {
     next_scale = row < rows ? rsigma[row] : A(0);
     next_mean = row < rows ? mu[row] : A(0);
   };
-  ask_statistics(block);
+  fetch_statistics(block);
 
   int stage = 0;
   TX* target = dx + static_cast<long long>(block) * columns + first_column;
@@ -1446,7 +1449,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       own_x[v] = Slots<TX>::read(slots, v);
       own_dy[v] = Slots<TDY>::read(slots + Kept::kGradientAt, v);
     }
-    ask(row + STAGES * blocks, slots);
+    fetch(row + STAGES * blocks, slots);
     Terms parts[VECS];
     A sums[kSums] = {};
 #pragma unroll
@@ -1461,7 +1464,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       }
     }
     over_row.begin<Sum>(sums);
-    ask_statistics(row + blocks);
+    fetch_statistics(row + blocks);
     over_row.end<Sum>(sums);
     const A product = sums[0] * share;
     const A value = sums[1] * share;
@@ -1469,7 +1472,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const bool valid = Row::in_row(Row::first_column(v, rank), columns);
       if (kBranches && !valid) continue;
-      store_where<kBranches>(target + v * Row::kApart,
+      store_where<kBranches>(target + v * Row::kVectorStride,
                              parts[v].dx(scale, product, value, zeros<TADD, VEC>()), valid);
     }
     target += static_cast<long long>(blocks) * columns;

@@ -47,31 +47,31 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
     FEW_ROWS,
     FORWARD_PIECES,
     IN_REGISTERS,
-    WAITING,
+    IN_SHARED_MEMORY,
     CastAs,
 )
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     CLUSTERS,
+    EXCHANGE_OPTIONS,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
-    STREWN_FOURS,
+    STRIPED_FOURS,
     WARPS,
-    WAYS,
     Piece,
+    Pipelining,
     Team,
     Tile,
-    UnderWay,
     exchange_bytes,
     groups_of,
-    is_strewn,
+    is_striped,
     pieces_for,
+    pipelining,
     require_clusters,
     room_for_pieces,
     runs_clusters,
-    strewn_tile,
+    striped_tile,
     team_tile,
-    under_way,
     warp_tile,
     with_blocks,
 )
@@ -125,9 +125,9 @@ CAST_WARPS: Final = (*((lanes, 1) for lanes in range(32, 513, 32)), *CAST_CLUSTE
 # For those with a mean or a residual; others are faster in clusters of eight blocks of 1,024.
 LARGE_CAST_TEAM: Final = (512, 16)
 CAST_RESIDENT: Final = 512
-# Rows of more vectors than this go to forward_stream, unless they are in WAITING: with a cast it
-# pays first, with a residual last. With gamma and beta the limit is where one block no longer holds
-# the row; with gamma alone one block holds it with four vectors a thread.
+# Rows of more vectors than this go to forward_stream, unless they are in IN_SHARED_MEMORY: with
+# a cast it pays first, with a residual last. With gamma and beta the limit is where one block no
+# longer holds the row; with gamma alone one block holds it with four vectors a thread.
 STREAM_VECTORS: Final = 2048
 STREAM_VECTORS_CAST: Final = 31
 STREAM_VECTORS_GAMMA_ALONE: Final = 4096
@@ -137,12 +137,12 @@ STREAM_VECTORS_ADDED: Final = 8192
 # capability 9.0; for devices without clusters nothing was changed.
 MOST_AHEAD: Final = 8192
 STREAM_STAGES: Final = 4
-# Vectors of a thread of a forward with strewn rows, within a block; and with a residual, where
+# Vectors of a thread of a forward with striped rows, within a block; and with a residual, where
 # blocks may be larger.
-STREWN_VECTORS: Final = 6
-STREWN_ADDED: Final = 4
-# Columns from which rows with a residual are strewn if they divide into vectors of four.
-STREWN_FOURS_ADDED: Final = 12_289
+STRIPED_VECTORS: Final = 6
+STRIPED_ADDED: Final = 4
+# Columns from which rows with a residual are striped if they divide into vectors of four.
+STRIPED_FOURS_ADDED: Final = 12_289
 LARGER_BLOCKS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(544, 1025, 32))
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
@@ -186,10 +186,10 @@ def forward_tile(
     return with_blocks(tile, resident)
 
 
-def strewn_forward_tiles(
+def striped_forward_tiles(
     columns: int, added: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> Iterator[Tile]:
-    """Tiles of a forward of half precision with strewn rows; the first that fits is taken.
+    """Tiles of a forward of half precision with striped rows; the first that fits is taken.
 
     Args:
         columns: H.
@@ -199,18 +199,18 @@ def strewn_forward_tiles(
     """
     within = WARPS + LARGER_BLOCKS if added else WARPS
     across = CLUSTERS if clusters else ((1024, 1),)
-    for most, teams in ((STREWN_ADDED if added else STREWN_VECTORS, within), (8, across)):
-        tile = strewn_tile(columns, most, (it for it in teams if it[1] <= most_blocks))
+    for most, teams in ((STRIPED_ADDED if added else STRIPED_VECTORS, within), (8, across)):
+        tile = striped_tile(columns, most, (it for it in teams if it[1] <= most_blocks))
         if tile is not None:
             yield with_blocks(tile, 1280)
 
 
-def strewn_backward_tiles(
+def striped_backward_tiles(
     columns: int, centred: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> Iterator[Tile]:
-    """Tiles of a backward of half precision with strewn rows; the first that fits is taken.
+    """Tiles of a backward of half precision with striped rows; the first that fits is taken.
 
-    The arguments of :func:`strewn_forward_tiles`, with ``centred``, whether there is a mean, in
+    The arguments of :func:`striped_forward_tiles`, with ``centred``, whether there is a mean, in
     place of ``added``.
     """
 
@@ -228,7 +228,7 @@ def strewn_backward_tiles(
         wide = ((lanes, blocks) for blocks in (2, 4, 8, 16) for lanes in (128, 256, 512, 1024))
         across = tuple(team for team in wide if team[1] <= most_blocks)
     for teams in (WARPS + LARGER_BLOCKS + across, across):
-        tile = strewn_tile(columns, 2 if centred else 3, teams, cost)
+        tile = striped_tile(columns, 2 if centred else 3, teams, cost)
         if tile is not None:
             yield with_blocks(tile, 640 if centred else 1024 if tile.lanes >= 512 else 768)
 
@@ -346,11 +346,11 @@ class ForwardKey:
     """Whether there is a beta; a root mean square has none either way."""
 
     @property
-    def strewn(self) -> bool:
-        """Whether rows are strewn: see :class:`Tile`."""
+    def striped(self) -> bool:
+        """Whether rows are striped: see :class:`Tile`."""
         sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
-        fours = STREWN_FOURS_ADDED if self.added else STREWN_FOURS
-        return self.cast is None and is_strewn(self.columns, *sizes, fours=fours)
+        fours = STRIPED_FOURS_ADDED if self.added else STRIPED_FOURS
+        return self.cast is None and is_striped(self.columns, *sizes, fours=fours)
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
@@ -371,16 +371,16 @@ class ForwardKey:
 
     def spread(
         self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
-    ) -> tuple[Tile | None, UnderWay | None]:
+    ) -> tuple[Tile | None, Pipelining | None]:
         """The same, and how rows are pipelined where a group of blocks loops over them."""
         if way := self._cast_as(device):
             st_async = False  # nothing to exchange: a block has all of a row
-            return way.tile, None if way.one_row else self._under_way(way.tile, device, st_async)
-        if self.strewn:
+            return way.tile, None if way.one_row else self._pipelining(way.tile, device, st_async)
+        if self.striped:
             clusters = device.has_clusters
-            tiles = strewn_forward_tiles(self.columns, self.added, clusters, most_blocks)
+            tiles = striped_forward_tiles(self.columns, self.added, clusters, most_blocks)
             return next((it for it in tiles if self._has_room(it, device)), None), None
-        if tile := self._waiting(device):
+        if tile := self._shared_memory_tile(device):
             return tile, None
         if found := self._stream(device, most_blocks):
             return found
@@ -388,14 +388,14 @@ class ForwardKey:
             tile = self._row_tile(device, large_block=True)
         return tile or self._row_tile(device), None
 
-    def _waiting(self, device: _launch.Limits) -> Tile | None:
-        """How the rows of :data:`WAITING` are spread; None for other rows."""
+    def _shared_memory_tile(self, device: _launch.Limits) -> Tile | None:
+        """How the rows of :data:`IN_SHARED_MEMORY` are spread; None for other rows."""
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
         vec = vector_width(self.columns, SIZES[self.x])
         plain = not self.added and self.cast is None and sizes == {2} and vec == 8
         if not (plain and device.has_clusters):
             return None
-        for centred, columns, team, vecs, blocks in WAITING:
+        for centred, columns, team, vecs, blocks in IN_SHARED_MEMORY:
             if self.centred is not centred or self.columns not in columns:
                 continue
             tile = team_tile(self.columns // vec, vec, vecs, (team,))
@@ -484,7 +484,7 @@ class ForwardKey:
         shared = room_for_pieces(tile, self.row_sizes, self.sums, device, piece.stages, kept)
         return None if shared is None else (tile, piece, shared)
 
-    def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
+    def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, Pipelining] | None:
         """How long rows are spread and pipelined in forward_stream; None for other rows."""
         if not device.has_clusters:
             return None
@@ -517,14 +517,14 @@ class ForwardKey:
             if not st_async and tile.cluster > 1:  # the wait outweighs the work: twice the blocks
                 tile = with_blocks(tile, 1024)
                 st_async = tile.blocks == 1  # of 1,024 threads
-        found = self._under_way(tile, device, st_async)
+        found = self._pipelining(tile, device, st_async)
         return (tile, found) if found else None
 
-    def _under_way(self, tile: Tile, device: _launch.Limits, st_async: bool) -> UnderWay | None:
+    def _pipelining(self, tile: Tile, device: _launch.Limits, st_async: bool) -> Pipelining | None:
         """How rows are pipelined where blocks loop over them; None if not even two fit."""
         stage_bytes = tile.kept(*self.row_sizes)
         kept = self.exchanged(tile)
-        found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, st_async)
+        found = pipelining(tile, stage_bytes, kept, device, STREAM_STAGES, st_async)
         return found if found.stages > 1 else None
 
 
@@ -553,9 +553,9 @@ class BackwardKey:
         return tuple(SIZES[it] for it in tensors)
 
     @property
-    def strewn(self) -> bool:
-        """Whether rows are strewn: see :class:`Tile`."""
-        return is_strewn(self.columns, SIZES[self.gamma], *self.row_sizes)
+    def striped(self) -> bool:
+        """Whether rows are striped: see :class:`Tile`."""
+        return is_striped(self.columns, SIZES[self.gamma], *self.row_sizes)
 
     @property
     def other_size(self) -> int:
@@ -635,7 +635,7 @@ def forward_source(
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor * tile.threads
     ahead = ahead and shared + parameters + key.exchanged(tile) <= device.shared_per_block
     ahead = ahead and key.cast != STATISTICS  # needs no parameters
-    ahead = ahead and not tile.strewn  # the copies would reach beyond gamma and beta
+    ahead = ahead and not tile.striped  # the copies would reach beyond gamma and beta
     if key.centred and key.cast is None and device.has_clusters and tile.cluster == 1:
         ahead = ahead and key.columns * SIZES[key.x] <= MOST_AHEAD
     span = key.span(tile) if ahead and SIZES[key.x] == 2 else tile.vec
@@ -655,7 +655,7 @@ class Forward:
     __slots__ = ("_resident", "cluster", "kernel", "rows", "share", "through_memory")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
-        for way in WAYS:
+        for way in EXCHANGE_OPTIONS:
             source, geometry, self.rows, self.cluster = forward_source(
                 key, _launch.limits(device), *way
             )
@@ -688,7 +688,9 @@ class Forward:
 def forward_of(key: ForwardKey, device: int) -> Forward:
     """The kernel; made by the first call."""
     plan_key = (device, key)
-    return _forwards.get(plan_key) or _forwards.made(plan_key, lambda: Forward(key, device))
+    return _forwards.get(plan_key) or _forwards.get_or_create(
+        plan_key, lambda: Forward(key, device)
+    )
 
 
 def _planned(
@@ -705,10 +707,10 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     """The kernel of rows whose blocks exchange sums through memory, and their tile; None for other
     rows, and if they do not fit.
     """
-    whole = key.strewn or key.columns % 8 == 0
+    whole = key.striped or key.columns % 8 == 0
     if SIZES[key.x] != 2 or key.other_size != 2 or not whole:
         return None
-    pieces = BACKWARD_PIECES[key.centred, key.add is not None, key.strewn]
+    pieces = BACKWARD_PIECES[key.centred, key.add is not None, key.striped]
     found = pieces_for(pieces, key.columns)
     if not found:
         return None
@@ -746,7 +748,7 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     tile = Tile(vec, vecs, found.lanes, blocks=found.blocks)
     stage_bytes = found.batch * tile.kept(*key.row_sizes)
     kept = exchange_bytes(tile, found.batch * key.sums, size)
-    depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
+    depth = pipelining(tile, stage_bytes, kept, device, found.stages, False).stages
     pairs = found.kernel == "backward_pairs"
     if depth < 1 + pairs:  # a pair exchanges its sums in two stages
         return None
@@ -763,8 +765,8 @@ def shared_source(
     """The kernel of rows that are kept in shared memory, and their tile; None if none fits."""
     clusters = device.has_clusters
     tiles: Iterable[Tile | None]
-    if key.strewn:
-        tiles = strewn_backward_tiles(key.columns, key.centred, clusters, most_blocks)
+    if key.striped:
+        tiles = striped_backward_tiles(key.columns, key.centred, clusters, most_blocks)
     else:
         size = SIZES[key.x]
         tiles = [
@@ -788,12 +790,12 @@ def _shared_source(key: BackwardKey, device: _launch.Limits, tile: Tile) -> Plan
     stage_bytes = tile.kept(*key.row_sizes[: 2 if late_add else None])
     gamma_bytes = 0 if hold_gamma else tile.kept(SIZES[key.gamma])
     if shared_dbeta:
-        gamma_bytes = replace(tile, strewn=False).kept(max(4, size))
+        gamma_bytes = replace(tile, striped=False).kept(max(4, size))
     st_async = key.columns // tile.vec in (
         ASYNC_LAYER_BACKWARD if key.centred else ASYNC_RMS_BACKWARD
     )
     kept = gamma_bytes + exchange_bytes(tile, key.sums, size)
-    depth, st_async = under_way(tile, stage_bytes, kept, device, MOST_STAGES, st_async)
+    depth, st_async = pipelining(tile, stage_bytes, kept, device, MOST_STAGES, st_async)
     if not depth:
         return None
     # A single sum behind a block barrier is not worth one row less in flight.
@@ -855,7 +857,7 @@ class Backward:
 
     def __init__(self, key: BackwardKey, device: int) -> None:
         limits = _launch.limits(device)
-        for way in WAYS:
+        for way in EXCHANGE_OPTIONS:
             sources, self._tile = backward_sources(key, limits, *way)
             if runs_clusters(*sources[0], device):
                 break
@@ -1062,7 +1064,9 @@ def _forward(
         None,
         bias is not None,
     )
-    plan = _forwards.get(key) or _forwards.made(key, lambda: Forward(ForwardKey(*key[1:]), device))
+    plan = _forwards.get(key) or _forwards.get_or_create(
+        key, lambda: Forward(ForwardKey(*key[1:]), device)
+    )
 
     place = input.device
     statistics = torch.float64 if size == 8 else torch.float32
@@ -1205,7 +1209,7 @@ def _backward(
             add_dtype,
             rows <= FEW_ROWS,
         )
-        plan = _backwards.get(key) or _backwards.made(
+        plan = _backwards.get(key) or _backwards.get_or_create(
             key, lambda: Backward(BackwardKey(*key[1:]), device)
         )
         groups = plan.groups(rows)

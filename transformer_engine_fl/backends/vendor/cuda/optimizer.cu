@@ -150,14 +150,14 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 // Block 0 computes the root of the sum over all chunks, block r + 1 that over the chunks of row r.
 extern "C" __global__ void __launch_bounds__(LANES)
-    norms(const TA* sums, const long long* slots, TA* __restrict__ norm, TA* __restrict__ norms,
-          int* flag, int chunks) {
+    norms(const TA* sums, const long long* chunk_starts, TA* __restrict__ norm,
+          TA* __restrict__ norms, int* flag, int chunks) {
   wait_for_predecessor();
   const int row = static_cast<int>(blockIdx.x) - 1;
   int first = 0, end = chunks;
   if (row >= 0) {
-    first = static_cast<int>(__ldcg(slots + row));
-    end = static_cast<int>(__ldcg(slots + row + 1));
+    first = static_cast<int>(__ldcg(chunk_starts + row));
+    end = static_cast<int>(__ldcg(chunk_starts + row + 1));
   }
   TA total[1] = {TA(0)};
 #pragma unroll 8

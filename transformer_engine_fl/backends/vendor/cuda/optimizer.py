@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends._lists import ALIGNMENT, Demand, Group, Listing, Tiles
+from transformer_engine_fl.backends._lists import ALIGNMENT, Demand, Group, ListPreparer, Tiles
 from transformer_engine_fl.backends._optimizer import Cut, ListOperators
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
@@ -272,32 +272,32 @@ class _Operators(ListOperators):
         if kernel is None:
             widest = max([it.itemsize for it in group.dtypes])
             vec = ALIGNMENT // widest if group.aligned else 1
-            fields = len(demand.names) + demand.slots
+            fields = len(demand.names) + demand.chunk_starts
             found = source(name, kinds, fields, vec, group.tiles, **constants)
-            kernel = _kernels.made(key, lambda: _launch.load(*found, device))
+            kernel = _kernels.get_or_create(key, lambda: _launch.load(*found, device))
         addresses = map(pointer, (group.table, *others))
         return partial(kernel.launch, group.chunks, 1, *addresses, group.rows, *numbers)
 
     def _finish_norms(
         self,
         sums: Tensor,
-        slots: Tensor | None,
+        chunk_starts: Tensor | None,
         norm: Tensor,
         norms: Tensor | None,
         flag: Tensor | None,
     ) -> None:
         device = norm.get_device()
         key = (device, "norms", norm.dtype)
-        kernel = _kernels.get(key) or _kernels.made(
+        kernel = _kernels.get(key) or _kernels.get_or_create(
             key, lambda: _launch.load(*norms_source(norm.dtype, _launch.limits(device)), device)
         )
         blocks = 1 if norms is None else 1 + norms.numel()
-        addresses = map(pointer, (sums, slots, norm, norms, flag))
+        addresses = map(pointer, (sums, chunk_starts, norm, norms, flag))
         kernel.launch(blocks, 1, *addresses, sums.numel())
 
 
 _operators = _Operators(
-    Listing(plain, numbers_on_device), {name: _cut(name) for name in TILES}, refusal
+    ListPreparer(plain, numbers_on_device), {name: _cut(name) for name in TILES}, refusal
 )
 multi_tensor_adam = _operators.multi_tensor_adam
 multi_tensor_adam_capturable = _operators.multi_tensor_adam_capturable

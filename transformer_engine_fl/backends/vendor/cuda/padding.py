@@ -120,7 +120,7 @@ def _moved(op: Contract[..., Any], input: Tensor, old: Sequence[int], new: Seque
         ("columns", width // unit),
     ):
         check_size(op.name, name, number, MOST)
-    kernel = _kernels.get((device, *key)) or _kernels.made(
+    kernel = _kernels.get((device, *key)) or _kernels.get_or_create(
         (device, *key), lambda: _launch.load(*source(key), device)
     )
     for first in range(0, len(new), key.room):

@@ -71,12 +71,12 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #endif  // KERNEL_dequantize
 
-#ifdef KERNEL_turn
+#ifdef KERNEL_transpose
 
 // Transposes a matrix of bytes by tiles of 256 rows and 128 columns, so that each row of the output
 // is written in pairs of cache lines.
 extern "C" __global__ void __launch_bounds__(512, 3)
-    turn(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
+    transpose(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
          int rows, int columns) {
   constexpr int kThreads = 512;
   constexpr int kRows = 256;
@@ -110,22 +110,22 @@ extern "C" __global__ void __launch_bounds__(512, 3)
     store_bytes<16, 16>(tile + place * 128 + threadIdx.x % 8 * 16, words[i]);
   }
   __syncthreads();
-  turn_bytes<kThreads>(tile);
-  drain_turned<kThreads, kRows, 2, ALIGNED>(tile, y, first_column, columns, first_row, rows);
+  transpose_bytes<kThreads>(tile);
+  drain_transposed<kThreads, kRows, 2, ALIGNED>(tile, y, first_column, columns, first_row, rows);
 }
 
-#endif  // KERNEL_turn
+#endif  // KERNEL_transpose
 
-#ifdef KERNEL_turn_words
+#ifdef KERNEL_transpose_words
 
 // Transposes a matrix of larger units tile by tile.
 extern "C" __global__ void __launch_bounds__(256)
-    turn_words(const WORD* __restrict__ x, WORD* __restrict__ y, long long stride, int rows,
+    transpose_words(const WORD* __restrict__ x, WORD* __restrict__ y, long long stride, int rows,
                int columns) {
-  turn_numbers<256>(x, y, stride, rows, columns, blockIdx.x);
+  transpose_numbers<256>(x, y, stride, rows, columns, blockIdx.x);
 }
 
-#endif  // KERNEL_turn_words
+#endif  // KERNEL_transpose_words
 
 #ifdef KERNEL_swap_rows
 

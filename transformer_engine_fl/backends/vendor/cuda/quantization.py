@@ -107,20 +107,20 @@ def dequantize_source(
     return made, _launch.Geometry(THREADS, "PPPPIIq")
 
 
-def turn_source(access: int, aligned: bool) -> tuple[Specialisation, _launch.Geometry]:
+def transpose_source(access: int, aligned: bool) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes bytes.
 
     Args:
         access: bytes of one access to the input.
         aligned: whether rows of the output begin at multiples of 16 bytes.
     """
-    made = _source("turn", ACCESS=access, ALIGNED=int(aligned))
+    made = _source("transpose", ACCESS=access, ALIGNED=int(aligned))
     return made, _launch.Geometry(2 * TURNED[0], "PPqii")
 
 
-def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
+def transpose_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes units of ``size`` bytes."""
-    return _source("turn_words", WORD=WORDS[size]), _launch.Geometry(THREADS, "PPqii")
+    return _source("transpose_words", WORD=WORDS[size]), _launch.Geometry(THREADS, "PPqii")
 
 
 def swap_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
@@ -146,7 +146,9 @@ def _kernel(
     make: Callable[..., tuple[Specialisation, _launch.Geometry]], device: int, *how: Any
 ) -> _launch.Kernel:
     key = (make, device, *how)
-    return _kernels.get(key) or _kernels.made(key, lambda: _launch.load(*make(*how), device))
+    return _kernels.get(key) or _kernels.get_or_create(
+        key, lambda: _launch.load(*make(*how), device)
+    )
 
 
 def representative_sources(
@@ -162,11 +164,11 @@ def representative_sources(
                 code, flat = getattr(torch, name), output is low
                 yield dequantize_source(form.name, code, output, vec, size, flat)
     for access in (1, 4, 16):
-        yield turn_source(access, access == 16)
+        yield transpose_source(access, access == 16)
     for size in WORDS:
         yield swap_source(size)
         if size in (2, 4, 8):
-            yield turn_words_source(size)
+            yield transpose_words_source(size)
     for dtype, vec in ((low, 8), (full, 4), (half, 1)):
         for casts in (False, True):
             yield shard_source(dtype, vec, "e4m3", casts)
@@ -358,11 +360,13 @@ def fp8_transpose(data: Tensor) -> Tensor:
     x, stride = by_rows(plain(op, "data", data))
     rows, columns = matrix_shape(x.shape)
     output = fresh(op, x, (columns, rows))
-    _turn(op, x, stride, output, rows, columns, 1)
+    _run_transpose(op, x, stride, output, rows, columns, 1)
     return output
 
 
-def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, size: int) -> None:
+def _run_transpose(
+    op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, size: int
+) -> None:
     """Write the transpose of ``x``: elements of ``size`` bytes, rows ``stride`` elements apart."""
     if not rows * columns:
         return
@@ -371,10 +375,10 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     device = x.get_device()
     if size == 1:
         access = math.gcd(16, x.data_ptr(), stride)
-        kernel = _kernel(turn_source, device, access, rows % 16 == 0)
+        kernel = _kernel(transpose_source, device, access, rows % 16 == 0)
         high, wide = TURNED
     else:
-        kernel = _kernel(turn_words_source, device, size)
+        kernel = _kernel(transpose_words_source, device, size)
         high = wide = 64
     tiles = -(-rows // high) * -(-columns // wide)
     check_size(op, "tiles", tiles, MOST)
@@ -405,7 +409,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
     by_second = x.stride(1) * size if second > 1 else row
     word = math.gcd(row, by_first, by_second, x.data_ptr(), 16)
     if row == word and row < 16 and by_second == row:
-        _turn(op, x, by_first // row, output, first, second, row)
+        _run_transpose(op, x, by_first // row, output, first, second, row)
         return output
     words = output.numel() * size // word
     check_size(op, "words", words, MOST_VECTORS)

@@ -45,10 +45,10 @@ struct Table {
   long long rows, stride;
 };
 
-// A token's indices in memory and its position; `turns` is false for one without a sequence.
+// A token's indices in memory and its position; `in_sequence` is false for one without a sequence.
 struct Token {
   long long outer, inner, position;
-  bool turns;
+  bool in_sequence;
 };
 
 __device__ __forceinline__ Token token_of(long long token, const Places& places) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void find_position(Token* token, const Places& places
   int sequence;
   if (places.offsets != nullptr) {
     const Place found = place_of(token->outer, places.offsets, places.sequences, places.cp_size);
-    token->turns = found.exists;
+    token->in_sequence = found.exists;
     place = found.place;
     length = found.length;
     sequence = found.sequence;
@@ -113,7 +113,7 @@ struct Part {
   static constexpr int kSlots = THREADS / kLanes;
   // Blocks along y that share the pairs of a head; the grid may have more for another part.
   static constexpr int kPieces = kChunks > 0 ? (kChunks + THREADS - 1) / THREADS : 1;
-  static constexpr int kApart = INTERLEAVED && VEC == 1 ? 1 : kHalf;
+  static constexpr int kPairStride = INTERLEAVED && VEC == 1 ? 1 : kHalf;
 
   // The blocks of a part divide a unit of `unit` tokens, the `unit_number`th; `block` is the index
   // among these blocks. 2 ** `lanes` slots, of kLanes threads each, share the heads of a token.
@@ -144,7 +144,7 @@ struct Part {
     return kWithin ? p % (VEC / 2) * 2 + which : p;
   }
 
-  struct Turn {
+  struct Rotation {
     A cos_a[VEC], sin_a[VEC], cos_b[VEC], sin_b[VEC];
 
     // Most tables hold each angle twice, once for each feature of a pair.
@@ -153,7 +153,7 @@ struct Part {
       if (token.position >= 0 && token.position < table.rows) {
         const float* from = table.angles + token.position * table.stride + first_feature(chunk);
         decode(load<TABLE_ACCESS, VEC>(from), angle[0]);
-        decode(load<TABLE_ACCESS, VEC>(from + kApart), angle[1]);
+        decode(load<TABLE_ACCESS, VEC>(from + kPairStride), angle[1]);
       } else {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) angle[0][i] = angle[1][i] = A(__int_as_float(0x7fffffff));
@@ -206,7 +206,7 @@ struct Part {
       const int wanted = head + i * step;
       const TX* row = from.at(wanted < heads ? wanted : heads - 1) + feature;
       pairs[i].vectors[0] = load<ACCESS, VEC>(row);
-      pairs[i].vectors[1] = load<ACCESS, VEC>(row + kApart);
+      pairs[i].vectors[1] = load<ACCESS, VEC>(row + kPairStride);
     }
   }
 
@@ -233,17 +233,17 @@ struct Part {
     Pairs pairs[HEADS];
     read(from, share.head, share.step, heads, feature, pairs);
     find_position(&token, places);
-    Turn turn;
-    if (token.turns) turn.find(token, chunk, table);
+    Rotation rotation;
+    if (token.in_sequence) rotation.find(token, chunk, table);
     for (int head = share.head;;) {
 #pragma unroll
       for (int i = 0; i < HEADS; ++i) {
         const int number = head + i * share.step;
         if (number >= heads) continue;
-        const Pairs turned = token.turns ? turn.of(pairs[i]) : pairs[i];
+        const Pairs rotated = token.in_sequence ? rotation.of(pairs[i]) : pairs[i];
         TX* row = to.at(number) + feature;
-        store(row, turned.vectors[0]);
-        store(row + kApart, turned.vectors[1]);
+        store(row, rotated.vectors[0]);
+        store(row + kPairStride, rotated.vectors[1]);
       }
       head += HEADS * share.step;
       if (head >= heads) break;
@@ -278,11 +278,11 @@ struct Part {
 
 }  // namespace
 
-#ifdef KERNEL_turn
+#ifdef KERNEL_rope
 
 // One tensor; the output is dense. 2 ** `lanes` slots share a token's heads.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    turn(const TX* __restrict__ x, TX* __restrict__ y, const float* __restrict__ freqs,
+    rope(const TX* __restrict__ x, TX* __restrict__ y, const float* __restrict__ freqs,
          const int* __restrict__ starts, const int* __restrict__ offsets, long long tokens,
          long long inner, long long length, int sequences, int sequence_first, int cp_size,
          int cp_rank, long long table_rows, long long table_stride, int heads, int lanes,
@@ -298,9 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   Only::run(share, token, from, to, heads, table, places);
 }
 
-#endif  // KERNEL_turn
+#endif  // KERNEL_rope
 
-#ifdef KERNEL_turn_packed
+#ifdef KERNEL_rope_packed
 
 namespace {
 
@@ -338,7 +338,7 @@ __device__ __forceinline__ void pack(long long number, int unit, int block, int 
 // tokens has `blocks` blocks: q_blocks for the queries, k_blocks for the keys and the others for
 // the values, so that blocks that run at the same time access neighbouring memory.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    turn_packed(TX* __restrict__ packed, TX* __restrict__ q, TX* __restrict__ k,
+    rope_packed(TX* __restrict__ packed, TX* __restrict__ q, TX* __restrict__ k,
                 TX* __restrict__ v, const float* __restrict__ q_freqs,
                 const float* __restrict__ k_freqs, const int* __restrict__ starts,
                 const int* __restrict__ offsets, long long tokens, long long inner,
@@ -371,4 +371,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
 }
 
-#endif  // KERNEL_turn_packed
+#endif  // KERNEL_rope_packed

@@ -137,9 +137,9 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
         "HEADS": HEADS,
         "BLOCKS": BLOCKS[SIZES[key.x]],
     }
-    kernel, arguments = "turn", "PPPPPqqqiiiiqqiiqqq"
+    kernel, arguments = "rope", "PPPPPqqqiiiiqqiiqqq"
     if key.v_width:
-        kernel, arguments = "turn_packed", "PPPPPPPPqqqiiiiqqqqiiiiiiii" + "q" * 12
+        kernel, arguments = "rope_packed", "PPPPPPPPqqqiiiiqqqqiiiiiiii" + "q" * 12
         defines |= {
             "K_ROTATED": key.rotated[1],
             "V_WIDTH": key.v_width,
@@ -428,7 +428,7 @@ def _run(of: Of, given: Given, options: Options) -> list[Tensor]:
         key = _key(of, given, options)
         if key is None:
             raise no_memory(of.contract, None)
-        plan = _plans.get(key) or _plans.made(key, lambda: Plan(of, given, options))
+        plan = _plans.get(key) or _plans.get_or_create(key, lambda: Plan(of, given, options))
     return plan(of, given)
 
 

@@ -13,9 +13,10 @@
 //   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
 //   LOSS         1 if there are targets; forward, without a mask, not causal
 //   VEC, ACCESS  elements per vector, and in one access
-//   VECS, LANES, ROWS, CLUSTER, FULL, STREWN  how a row is spread over threads: see rows.cuh
+//   VECS, LANES, ROWS, CLUSTER, FULL, STRIPED  how a row is spread over threads: see rows.cuh
 //   LOOPED       1 if a group of threads loops over rows; forward
-//   WAITING      1 if a row waits for its sum in shared memory, not in registers; forward
+//   IN_SHARED_MEMORY  1 if a row is in shared memory until its sum is complete, not in registers;
+//                forward
 //   IN_REGISTERS 1 if a thread keeps its last vectors in registers; backward
 //   STAGES       rows in flight to shared memory, where a group of threads or of blocks loops over
 //                rows
@@ -53,7 +54,7 @@ constexpr int kTogether = 1;  // a block's columns are contiguous
 #else
 constexpr int kTogether = CLUSTER;
 #endif
-using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STREWN>;
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STRIPED>;
 template <typename T>
 using Slots = Row::Slots<T>;
 constexpr int kStep = Row::kStep;  // columns between the elements of a vector
@@ -74,9 +75,9 @@ __device__ __forceinline__ int bound_of(long long row, int columns, int queries,
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
 // How many columns of a row are copied. Of a causal row each thread copies only vectors that begin
-// before its bound; a strewn row is copied by whole warps, so it ends at the bound.
-__device__ __forceinline__ int asked_of(int bound, int columns) {
-  return CAUSAL && STREWN ? bound : columns;
+// before its bound; a striped row is copied by whole warps, so it ends at the bound.
+__device__ __forceinline__ int needed_columns(int bound, int columns) {
+  return CAUSAL && STRIPED ? bound : columns;
 }
 
 #endif
@@ -86,13 +87,13 @@ __device__ __forceinline__ int asked_of(int bound, int columns) {
 // What a block has of plain rows of half precision, of which CLUSTER blocks have each. They are no
 // cluster but exchange what they know of a row through memory, in slots as
 // memory_exchange.cuh has them.
-static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "unsupported in pieces");
+static_assert(ROWS == 1 && !CAUSAL && !STRIPED && sizeof(TX) == 2, "unsupported in pieces");
 using Piece = RowPiece<Row, CLUSTER, VECS>;
 
-// Asks for a thread's part of a row, if that exists.
+// Fetches a thread's part of a row, if that exists.
 template <typename T>
-__device__ __forceinline__ void ask_for(const Piece& piece, unsigned char* slots, const T* row,
-                                        bool exists) {
+__device__ __forceinline__ void fetch_row(const Piece& piece, unsigned char* slots, const T* row,
+                                          bool exists) {
 #pragma unroll
   for (int v = 0; v < VECS; ++v) piece.fill<kOnce>(slots, v, row, exists);
 }
@@ -168,15 +169,15 @@ __device__ __forceinline__ A largest(const A (&values)[VEC], A so_far) {
 // Adds the weights of scores to `total` (online softmax): `before` is the maximum that was
 // subtracted so far, `above` the maximum of all scores.
 __device__ __forceinline__ void add_up(const A (&scores)[VEC], A before, A above, A& total) {
-  const A taken = taken_off_scores(above);
-  total *= exponential(before - taken);
+  const A shift = softmax_shift(above);
+  total *= exponential(before - shift);
 #pragma unroll
-  for (int i = 0; i < VEC; ++i) total += exponential(scores[i] - taken);
+  for (int i = 0; i < VEC; ++i) total += exponential(scores[i] - shift);
 }
 
 // The value to subtract from the scores; 0 if none is visible.
-__device__ __forceinline__ A taken_off(A highest) {
-  return kHiding ? taken_off_scores(highest) : highest;
+__device__ __forceinline__ A row_shift(A highest) {
+  return kHiding ? softmax_shift(highest) : highest;
 }
 
 __device__ __forceinline__ A share_of(A total) {
@@ -191,21 +192,21 @@ __device__ __forceinline__ A merge_softmax_parts(const A (&parts)[N][2], A (&tot
 #pragma unroll
   for (const auto& one : parts) highest[0] = Max::combine(highest[0], one[0]);
   halve<Max, Lanes>(highest);
-  const A taken = taken_off_scores(highest[0]);
+  const A shift = softmax_shift(highest[0]);
   total[0] = 0;
 #pragma unroll
-  for (const auto& one : parts) total[0] += one[1] * exponential(one[0] - taken);
+  for (const auto& one : parts) total[0] += one[1] * exponential(one[0] - shift);
   halve<Sum, Lanes>(total);
-  return taken;
+  return shift;
 }
 
-// The factor with which the weights of a row enter its gradients; `taken` was subtracted from their
+// The factor with which the weights of a row enter its gradients; `shift` was subtracted from their
 // scores. `column` is that of the target, or -1.
-__device__ __forceinline__ A share_of_gradients(A grad_loss, A total, A taken, int column,
+__device__ __forceinline__ A share_of_gradients(A grad_loss, A total, A shift, int column,
                                                 double z_loss) {
   const A z = static_cast<A>(2 * z_loss);
-  if (z != A(0)) grad_loss += z * (taken + log(total)) * grad_loss;
-  return (column < 0 ? missing<A>() : grad_loss) / total;
+  if (z != A(0)) grad_loss += z * (shift + log(total)) * grad_loss;
+  return (column < 0 ? quiet_nan<A>() : grad_loss) / total;
 }
 
 #else
@@ -260,18 +261,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
   constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
   ClusterExchange<kWarps, CLUSTER, 2, A> exchange;
-  static_assert(!WAITING || !LOOPED, "slots are in use until the row is written");
+  static_assert(!IN_SHARED_MEMORY || !LOOPED, "slots are in use until the row is written");
 
   const unsigned first_last = Row::first_last(count, x_stride);
-  auto ask_for = [&](unsigned row, unsigned char* slots) {
+  auto fetch_row = [&](unsigned row, unsigned char* slots) {
     const bool exists = row < count;
     const int bound = bound_of(row, columns, queries, ahead);
     const TX* source = x + (row * x_stride + Row::first_column(0, rank));
-    const int asked = Row::in_pieces(asked_of(bound, columns), row >= first_last);
+    const int copied_columns = Row::in_pieces(needed_columns(bound, columns), row >= first_last);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(slots, v, source, exists, column, asked,
+      Slots<TX>::fill<kOnce>(slots, v, source, exists, column, copied_columns,
                              !CAUSAL || column < bound);
     }
     commit_copies();
@@ -281,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const unsigned own = threadIdx.x / LANES;
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) {
-    ask_for(first + own + stage * step, kept + stage * Slots<TX>::kBytes);
+    fetch_row(first + own + stage * step, kept + stage * Slots<TX>::kBytes);
   }
   int stage = 0;
 #pragma unroll 1
@@ -308,40 +309,40 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
     Row::wait<STAGES - 1>();
     unsigned char* own_slots = slots + Slots<TX>::begin(x + row * x_stride);
-#if STREWN
+#if STRIPED
     if (row >= first_last && row < count) {
-      const int rest = Row::rest_of(asked_of(bound, columns), rank);
+      const int rest = Row::rest_of(needed_columns(bound, columns), rank);
       Slots<TX>::fill_rest(slots, x + row * x_stride, rest);
       Row::release();
     }
 #endif
 
-    A weights[WAITING ? 1 : VECS][VEC];
+    A weights[IN_SHARED_MEMORY ? 1 : VECS][VEC];
     A highest[1] = {lowest<A>()};
     A total[1] = {0};
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       if (!Row::in_row(column, columns)) continue;
-      A(&scores)[VEC] = weights[WAITING ? 0 : v];
+      A(&scores)[VEC] = weights[IN_SHARED_MEMORY ? 0 : v];
       scores_of(Slots<TX>::read(own_slots, v), hidden[v], column, bound, scale, scores);
       const A above = largest(scores, highest[0]);
       // Each thread subtracts the largest of its own scores so far.
-      if constexpr (WAITING) add_up(scores, highest[0], above, total[0]);
+      if constexpr (IN_SHARED_MEMORY) add_up(scores, highest[0], above, total[0]);
       highest[0] = above;
     }
     // The row is in registers: its slots are free.
     if constexpr (LOOPED) {
       Row::release();
-      ask_for(row + STAGES * step, slots);
+      fetch_row(row + STAGES * step, slots);
     }
     const A own_highest = highest[0];
     over_near.max(highest);
     // A warp of a cluster may have no visible score of its row.
-    const A taken = CLUSTER > 1 ? taken_off_scores(highest[0]) : taken_off(highest[0]);
+    const A shift = CLUSTER > 1 ? softmax_shift(highest[0]) : row_shift(highest[0]);
 
-    if constexpr (WAITING) {
-      total[0] *= exponential(own_highest - taken);
+    if constexpr (IN_SHARED_MEMORY) {
+      total[0] *= exponential(own_highest - shift);
     } else {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
@@ -350,23 +351,23 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         const bool visible = !CAUSAL || column < bound;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          weights[v][i] = visible ? exponential(weights[v][i] - taken) : A(0);
+          weights[v][i] = visible ? exponential(weights[v][i] - shift) : A(0);
           total[0] += weights[v][i];
         }
       }
     }
     over_near.sum(total);
     A share = 1;
-    A taken_of_row = taken;
+    A shift_of_row = shift;
     if constexpr (CLUSTER > 1) {
       A all[decltype(exchange)::kOwn][2];
       exchange({highest[0], total[0]}, all);
       // With fewer than 32 warps several lanes have the same part, which must count once.
-      taken_of_row = merge_softmax_parts<least(32, kWarps * CLUSTER)>(all, total);
-      share = exponential(highest[0] - taken_of_row);
+      shift_of_row = merge_softmax_parts<least(32, kWarps * CLUSTER)>(all, total);
+      share = exponential(highest[0] - shift_of_row);
     }
 #if LOSS
-    share *= share_of_gradients(grad_loss, total[0], taken_of_row, word, z_loss);
+    share *= share_of_gradients(grad_loss, total[0], shift_of_row, word, z_loss);
 #else
     share *= share_of(total[0]);
 #endif
@@ -377,15 +378,15 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       if (!Row::in_row(column, columns)) continue;
-      A(&scores)[VEC] = weights[WAITING ? 0 : v];
-      if constexpr (WAITING) {
+      A(&scores)[VEC] = weights[IN_SHARED_MEMORY ? 0 : v];
+      if constexpr (IN_SHARED_MEMORY) {
         scores_of(Slots<TX>::read(own_slots, v), hidden[v], column, bound, scale, scores);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken);
+        for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - shift);
       }
 #pragma unroll
       for (int i = 0; i < VEC; ++i) scores[i] *= share;
-      Row::put(out + v * Row::kApart, encode<TY>(scores), columns - column);
+      Row::put(out + v * Row::kVectorStride, encode<TY>(scores), columns - column);
     }
 #if LOSS
     // The target's gradient, or an ignored row, is corrected by a second store of the same thread,
@@ -396,25 +397,25 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
         const int column = Row::first_column(v, rank);
         if (Row::in_row(column, columns)) {
-          Row::put(out + v * Row::kApart, zeros<TY, VEC>(), columns - column);
+          Row::put(out + v * Row::kVectorStride, zeros<TY, VEC>(), columns - column);
         }
       }
     }
     const int from = word - Row::first_column(0, rank);
-    const bool owns = word >= 0 && from >= 0 && from % Row::kApart < VEC * kStep &&
-                      (kStep == 1 || from % Row::kApart % kStep == 0);
+    const bool owns = word >= 0 && from >= 0 && from % Row::kVectorStride < VEC * kStep &&
+                      (kStep == 1 || from % Row::kVectorStride % kStep == 0);
     if (word >= 0 ? owns : rank == 0 && threadIdx.x % LANES == 0) {
       A score[1] = {A(0)};
       if (word >= 0) {
         decode(load<1, 1>(x + (row * x_stride + word)), score);
         score[0] = product(score[0], scale);
         if (!ignored) {
-          const A own_gradient[1] = {exponential(score[0] - taken) * share - grad_loss};
+          const A own_gradient[1] = {exponential(score[0] - shift) * share - grad_loss};
           store(out + from, encode<TY>(own_gradient));
         }
       }
       store_loss<false>(loss + row, lse + row, target, ignored,
-                        Statistics<A>{taken_of_row, total[0], score[0], A(0)}, columns, 0.0, 0.0,
+                        Statistics<A>{shift_of_row, total[0], score[0], A(0)}, columns, 0.0, 0.0,
                         z_loss);
     }
 #endif
@@ -465,8 +466,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     A weights[VECS][VEC];
     A highest;  // of the block's scores; subtracted in the weights
   };
-  auto ask = [&](unsigned row, unsigned char* slots) {
-    ask_for(piece, slots, x + row * x_stride, row < count);
+  auto fetch = [&](unsigned row, unsigned char* slots) {
+    fetch_row(piece, slots, x + row * x_stride, row < count);
   };
   auto take = [&](unsigned, unsigned char* slots, Held& held) {
     Vec<TX, VEC> stored[VECS];
@@ -478,13 +479,13 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     A highest[1] = {Max::combine(lowest<A>(), product(extreme, scale))};
     over_block.max(highest);
     held.highest = highest[0];
-    const A taken = taken_off_scores(highest[0]);
+    const A shift = softmax_shift(highest[0]);
     A total[1] = {0};
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       A scores[VEC];
       decode(stored[v], scores);
-      const A off = piece.has(v) ? taken : -lowest<A>();
+      const A off = piece.has(v) ? shift : -lowest<A>();
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         held.weights[v][i] = exponential(product(scores[i], scale) - off);
@@ -498,8 +499,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     A parts[Exchange::kPerLane][2];
     exchange.wait({lowest<A>(), A(0)}, parts);
     A total[1];
-    const A taken = merge_softmax_parts<Exchange::kHalved>(parts, total);
-    const A share = exponential(held.highest - taken) * share_of(total[0]);
+    const A shift = merge_softmax_parts<Exchange::kReducedLanes>(parts, total);
+    const A share = exponential(held.highest - shift) * share_of(total[0]);
     TY* out = y + static_cast<long long>(row) * columns;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -510,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       store(piece.place(out, v), encode<TY>(values));
     }
   };
-  go_through<CLUSTER, STAGES, Slots<TX>::kBytes, Held>(ring, count, ask, take, write);
+  for_each_row<CLUSTER, STAGES, Slots<TX>::kBytes, Held>(ring, count, fetch, take, write);
 }
 
 #endif  // KERNEL_forward_pieces
@@ -549,8 +550,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
   }
   A highest[1] = {own};
   over_row.max(highest);
-  const A taken = taken_off_scores(highest[0]);
-  total[0] *= exponential(own - taken);
+  const A shift = softmax_shift(highest[0]);
+  total[0] *= exponential(own - shift);
   over_row.sum(total);
   const A share = share_of(total[0]);
 
@@ -561,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     if (column < bound) {
       scores_at(column, scores);
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken) * share;
+      for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - shift) * share;
     }
     store(target + column, encode<TX>(scores));
   }
@@ -576,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              long long rows, long long dy_stride, long long y_stride, int columns, int queries,
              int ahead, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
-  static_assert(!STREWN || !IN_REGISTERS, "STREWN excludes IN_REGISTERS");
+  static_assert(!STRIPED || !IN_REGISTERS, "STRIPED excludes IN_REGISTERS");
   constexpr int kShared = VECS - IN_REGISTERS;  // of a thread's vectors, the first
   unsigned char* kept_dy = kept + Slots<TX>::kBytes / VECS * kShared;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -593,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const TDY* from_dy = dy + row * dy_stride;
   TX* target = dx + (row * columns + first);  // computed here: later there are no registers for it
   const bool last = row >= Row::first_last(rows, min(y_stride, dy_stride));
-  const int asked = Row::in_pieces(asked_of(bound, columns), last);
+  const int copied_columns = Row::in_pieces(needed_columns(bound, columns), last);
 
   // Where three or more blocks of clusters share a multiprocessor the L2 policy costs 2%.
   constexpr Reading kReading = CLUSTER > 1 && BLOCKS > 2 ? kPlain : kOnce;
@@ -602,8 +603,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const int column = Row::first_column(v, rank);
     const bool wanted = !CAUSAL || column < bound;
     if (v < kShared) {
-      Slots<TX>::fill<kReading>(kept, v, from_y + first, active, column, asked, wanted);
-      Slots<TDY>::fill<kReading>(kept_dy, v, from_dy + first, active, column, asked, wanted);
+      Slots<TX>::fill<kReading>(kept, v, from_y + first, active, column, copied_columns, wanted);
+      Slots<TDY>::fill<kReading>(kept_dy, v, from_dy + first, active, column, copied_columns,
+                                 wanted);
     } else if (active && Row::in_row(column, columns) && wanted) {
       last_y = load<ACCESS, VEC>(from_y + column);
       last_dy = load<ACCESS, VEC>(from_dy + column);
@@ -613,9 +615,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   Row::wait<0>();
   unsigned char* own_y = kept + Slots<TX>::begin(from_y);
   unsigned char* own_dy = kept_dy + Slots<TDY>::begin(from_dy);
-#if STREWN
+#if STRIPED
   if (last && active) {
-    const int rest = Row::rest_of(asked_of(bound, columns), rank);
+    const int rest = Row::rest_of(needed_columns(bound, columns), rank);
     Slots<TX>::fill_rest(kept, from_y, rest);
     Slots<TDY>::fill_rest(kept_dy, from_dy, rest);
     Row::release();
@@ -634,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     if (!Row::in_row(column, columns)) continue;
-    Row::put(target + v * Row::kApart,
+    Row::put(target + v * Row::kVectorStride,
              gradient(y_of(v), dy_of(v), along[0], static_cast<A>(factor)), columns - column);
   }
 }
@@ -660,9 +662,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     Vec<TDY, VEC> dy[VECS];
   };
   A along[1];
-  auto ask = [&](unsigned row, unsigned char* slots) {
-    ask_for(piece, slots, y + row * y_stride, row < count);
-    ask_for(piece, slots + Slots<TX>::kBytes, dy + row * dy_stride, row < count);
+  auto fetch = [&](unsigned row, unsigned char* slots) {
+    fetch_row(piece, slots, y + row * y_stride, row < count);
+    fetch_row(piece, slots + Slots<TX>::kBytes, dy + row * dy_stride, row < count);
   };
   auto take = [&](unsigned, unsigned char* slots, Held& held) {
     along[0] = 0;
@@ -685,7 +687,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     }
   };
   constexpr int kBytes = Slots<TX>::kBytes + Slots<TDY>::kBytes;
-  go_through<CLUSTER, STAGES, kBytes, Held>(ring, count, ask, take, write);
+  for_each_row<CLUSTER, STAGES, kBytes, Held>(ring, count, fetch, take, write);
 }
 
 #endif  // KERNEL_backward_pieces

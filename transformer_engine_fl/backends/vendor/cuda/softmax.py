@@ -27,13 +27,13 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     Plans,
     access_width,
     address_of,
+    broadcast_mask,
     check_size,
     decline,
     dense_rows,
     fresh,
     is_number,
     is_plain,
-    laid_over,
     on_device,
     plain,
     vector_width,
@@ -42,21 +42,21 @@ from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     CLUSTERS,
     COUNTER_BYTES,
+    EXCHANGE_OPTIONS,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     WARPS,
-    WAYS,
     Piece,
     Team,
     Tile,
     exchange_bytes,
     groups_of,
-    is_strewn,
+    is_striped,
     pieces_for,
     require_clusters,
     room_for_pieces,
     runs_clusters,
-    strewn_tile,
+    striped_tile,
     team_tile,
     warp_tile,
     with_blocks,
@@ -117,7 +117,7 @@ SPREAD_RESIDENT: Final = 2048
 """Threads of a multiprocessor for such rows."""
 STAGES: Final = 2
 """Rows in flight to shared memory in a group that loops over rows."""
-WAITING: Final = (range(4097, 8192), range(8193, 262145))
+IN_SHARED_MEMORY: Final = (range(4097, 8192), range(8193, 262145))
 """Columns of plain forwards in half precision whose rows wait for their sum in shared memory.
 
 Not in registers, so that several small blocks are on a multiprocessor, each with its own row or
@@ -134,7 +134,7 @@ widths.
 """
 BACKWARD_PIECES: Final = ((range(40_961, 262_145), Piece(32, 8, 8)),)
 """The same for backwards; measured with eight widths."""
-WAITING_TEAMS: Final[tuple[Team, ...]] = (
+SHARED_MEMORY_TEAMS: Final[tuple[Team, ...]] = (
     (128, 1),
     (256, 1),
     (512, 1),
@@ -144,18 +144,18 @@ WAITING_TEAMS: Final[tuple[Team, ...]] = (
 )
 LOSS_TEAMS: Final[tuple[Team, ...]] = ((128, 1), (512, 1), (256, 2), (128, 8), (256, 8))
 """The same for losses and gradients of such rows."""
-WAITING_VECTORS: Final = 16
-"""Vectors of a thread, at most, of waiting rows."""
-WAITING_RESIDENT: Final = 1536
-"""Threads of a multiprocessor, at most, for waiting rows; in at least two blocks."""
-STREWN_VECTORS: Final = 6
-"""Vectors of a thread, within a block, of strewn rows."""
-STREWN_FOURS_BACKWARD: Final = 513
-"""Columns from which rows of a backward are strewn if they divide into vectors of four."""
-STREWN_WAITING_FROM: Final = 13_825
-"""Columns from which strewn rows of a forward wait, also under a mask."""
-STREWN_WAITING: Final = (9, 13)
-"""Vectors of a thread of strewn rows that wait, within a block and in a cluster."""
+SHARED_MEMORY_VECTORS: Final = 16
+"""Vectors of a thread, at most, of rows in shared memory."""
+SHARED_MEMORY_RESIDENT: Final = 1536
+"""Threads of a multiprocessor, at most, for rows in shared memory; in at least two blocks."""
+STRIPED_VECTORS: Final = 6
+"""Vectors of a thread, within a block, of striped rows."""
+STRIPED_FOURS_BACKWARD: Final = 513
+"""Columns from which rows of a backward are striped if they divide into vectors of four."""
+STRIPED_SHARED_MEMORY_FROM: Final = 13_825
+"""Columns from which striped rows of a forward wait, also under a mask."""
+STRIPED_SHARED_MEMORY: Final = (9, 13)
+"""Vectors of a thread of striped rows that wait, within a block and in a cluster."""
 MOST_ROWS: Final = 2**31 - 2**14
 
 
@@ -164,7 +164,7 @@ def row_tile(
     sizes: tuple[int, ...],
     device: _launch.Limits,
     most_blocks: int = LARGEST_CLUSTERS[0],
-    strewn: bool = False,
+    striped: bool = False,
 ) -> Tile | None:
     """The tile of rows that are read once; None if a row does not fit on the chip.
 
@@ -173,11 +173,11 @@ def row_tile(
         sizes: bytes of an element of each tensor that is kept, the scores or output first.
         device: where it runs.
         most_blocks: blocks of a cluster, at most.
-        strewn: whether rows are strewn.
+        striped: whether rows are striped.
     """
     forward = len(sizes) == 1
-    if strewn:
-        those = _strewn_tiles(columns, forward, device, most_blocks)
+    if striped:
+        those = _striped_tiles(columns, forward, device, most_blocks)
         return next((it for it in those if _fits(it, sizes, device)), None)
     vec = vector_width(columns, sizes[0])
     vectors, whole = columns // vec, vec * sizes[0] == 16
@@ -202,49 +202,49 @@ def row_tile(
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
 
 
-def _strewn_tiles(
+def _striped_tiles(
     columns: int, forward: bool, device: _launch.Limits, most_blocks: int
 ) -> Iterator[Tile]:
-    """Tiles of strewn rows; the first that fits is taken."""
-    tile = strewn_tile(columns, STREWN_VECTORS, WARPS)
+    """Tiles of striped rows; the first that fits is taken."""
+    tile = striped_tile(columns, STRIPED_VECTORS, WARPS)
     if tile is not None:  # in a forward in registers; wider ones wait if they can
-        wide = forward and columns >= STREWN_WAITING_FROM
+        wide = forward and columns >= STRIPED_SHARED_MEMORY_FROM
         resident = RESIDENT if forward else BACKWARD_RESIDENT
         yield with_blocks(tile, RESIDENT // 2 if wide else resident)
     clusters = (team for team in CLUSTERS if team[1] <= most_blocks)
-    tile = strewn_tile(columns, 8, clusters if device.has_clusters else [(1024, 1)])
+    tile = striped_tile(columns, 8, clusters if device.has_clusters else [(1024, 1)])
     if tile is not None:
         yield with_blocks(tile, RESIDENT // 2 if forward else RESIDENT)
 
 
-def waiting_tile(
+def shared_memory_tile(
     columns: int,
     size: int,
     device: _launch.Limits,
     most_blocks: int = LARGEST_CLUSTERS[0],
     losses: bool = False,
-    strewn: bool = False,
+    striped: bool = False,
 ) -> Tile | None:
-    """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters.
+    """The tile of :data:`IN_SHARED_MEMORY` rows; None for other rows, and devices without clusters.
 
     ``most_blocks``: blocks of a cluster, at most. ``losses``: whether rows have targets.
-    ``strewn``: whether rows are strewn.
+    ``striped``: whether rows are striped.
     """
     if size != 2 or not device.has_clusters:
         return None
-    wanted = CLUSTERS if strewn else LOSS_TEAMS if losses else WAITING_TEAMS
+    wanted = CLUSTERS if striped else LOSS_TEAMS if losses else SHARED_MEMORY_TEAMS
     teams = [team for team in wanted if team[1] <= most_blocks]
     tiles: list[Tile | None] = []
-    if strewn and columns >= STREWN_WAITING_FROM:
-        within, across = STREWN_WAITING
-        tiles = [strewn_tile(columns, within, WARPS), strewn_tile(columns, across, teams)]
-    elif columns % 8 == 0 and any(columns in those for those in WAITING):
-        tiles = [team_tile(columns // 8, 8, WAITING_VECTORS, (team,)) for team in teams]
+    if striped and columns >= STRIPED_SHARED_MEMORY_FROM:
+        within, across = STRIPED_SHARED_MEMORY
+        tiles = [striped_tile(columns, within, WARPS), striped_tile(columns, across, teams)]
+    elif columns % 8 == 0 and any(columns in those for those in IN_SHARED_MEMORY):
+        tiles = [team_tile(columns // 8, 8, SHARED_MEMORY_VECTORS, (team,)) for team in teams]
     for tile in tiles:
         if tile is not None:
             block = _shared_bytes(tile, (size,)) + _exchanged(tile, (size,)) + SHARED_PER_BLOCK
             room = device.shared_per_multiprocessor // block
-            blocks = min(room, WAITING_RESIDENT // tile.threads)
+            blocks = min(room, SHARED_MEMORY_RESIDENT // tile.threads)
             if blocks > 1:
                 return replace(tile, blocks=blocks)
     return None
@@ -315,15 +315,15 @@ class Key:
         return self.mask_step is None and not self.causal
 
     @property
-    def strewn(self) -> bool:
-        """Whether rows are strewn: see :class:`Tile`."""
+    def striped(self) -> bool:
+        """Whether rows are striped: see :class:`Tile`."""
         size = SIZES[self.x]
         if self.dy is not None:
-            return is_strewn(self.columns, size, SIZES[self.dy], fours=STREWN_FOURS_BACKWARD)
+            return is_striped(self.columns, size, SIZES[self.dy], fours=STRIPED_FOURS_BACKWARD)
         if self.gradients is not None:
-            return is_strewn(self.columns, size, fours=0)
-        # With an even number of columns a mask is read several bytes at a time, unless strewn.
-        return is_strewn(self.columns, size) and (self.mask_step is None or self.columns % 2 > 0)
+            return is_striped(self.columns, size, fours=0)
+        # With an even number of columns a mask is read several bytes at a time, unless striped.
+        return is_striped(self.columns, size) and (self.mask_step is None or self.columns % 2 > 0)
 
 
 def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
@@ -381,21 +381,23 @@ def source(
         )
         kernel += "_pieces"
         return Specialisation("softmax", kernel, tuple(defines.items())), geometry, cut
-    waiting, strewn = None, key.strewn
-    if key.dy is None and (key.plain or strewn):
-        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, losses, strewn)
-    tile = waiting or row_tile(key.columns, sizes, device, most_blocks, strewn)
+    in_shared_memory, striped = None, key.striped
+    if key.dy is None and (key.plain or striped):
+        in_shared_memory = shared_memory_tile(
+            key.columns, sizes[0], device, most_blocks, losses, striped
+        )
+    tile = in_shared_memory or row_tile(key.columns, sizes, device, most_blocks, striped)
     if tile is None:
         kernel += "_wide"
         defines |= {"VEC": vector_width(key.columns, sizes[0]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
     else:
         defines |= tile.defines(key.columns)
-        looped = key.dy is None and waiting is None and key.columns >= LOOPED_FROM
+        looped = key.dy is None and in_shared_memory is None and key.columns >= LOOPED_FROM
         depth = stages(tile, sizes, device) if looped else 1
         if key.dy is None:
-            waits = int(waiting is not None)
-            defines |= {"LOOPED": int(looped), "STAGES": depth, "WAITING": waits}
+            waits = int(in_shared_memory is not None)
+            defines |= {"LOOPED": int(looped), "STAGES": depth, "IN_SHARED_MEMORY": waits}
             defines["TY"] = NAMES[key.gradients or key.x]
         else:
             defines["IN_REGISTERS"] = int(in_registers(tile, sizes))
@@ -416,7 +418,7 @@ class Plan:
 
     def __init__(self, key: Key, device: int) -> None:
         limits = _launch.limits(device)
-        for way in WAYS:
+        for way in EXCHANGE_OPTIONS:
             found, geometry, tile = source(key, limits, *way)
             if (key.gradients and tile is None) or runs_clusters(found, geometry, device):
                 break
@@ -497,7 +499,7 @@ def _sizes(op: str, x: Tensor) -> tuple[int, int, int, int]:
 
 def _planned(device: int, *key: Any) -> Plan:
     full = (device, *key)
-    return _plans.get(full) or _plans.made(full, lambda: Plan(Key(*key), device))
+    return _plans.get(full) or _plans.get_or_create(full, lambda: Plan(Key(*key), device))
 
 
 def _forward(
@@ -518,7 +520,7 @@ def _forward(
     size = SIZES[input.dtype]
     vec = vector_width(columns, size)
     if mask is not None:
-        mask, strides = laid_over(plain(name, "mask", mask), input.shape)
+        mask, strides = broadcast_mask(plain(name, "mask", mask), input.shape)
         mask_step, mask_address = mask.stride(-1) if columns > 1 else 1, mask.data_ptr()
         mask_access = mask_step == 1 and not any(at % vec for at in (mask_address, *strides))
     input, stride = dense_rows(input)
@@ -550,13 +552,13 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
 
     Returns:
-        Whether that was done: a row must fit on the chip and, unless it is strewn, be whole
+        Whether that was done: a row must fit on the chip and, unless it is striped, be whole
         vectors. Not in place: the target's score is read while the row is written.
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]
     key = (columns, 16 // size, dtype, None, False, None, False, out.dtype)
-    if (columns * size | step * size | address) & 15 and not Key(*key).strewn:
+    if (columns * size | step * size | address) & 15 and not Key(*key).striped:
         return False
     plan = _planned(logits.get_device(), *key)
     if not plan.whole:

@@ -39,15 +39,15 @@ def _float8(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(weight, x, A_scale_inv=scale, B_scale_inv=scale.clone())
 
 
-def _steps(shape: Shape, dtype: torch.dtype, device: str, turned: bool = False) -> Sample:
+def _steps(shape: Shape, dtype: torch.dtype, device: str, transposed: bool = False) -> Sample:
     m, n, k = shape
-    weight = normal((k, n) if turned else (n, k), torch.bfloat16, device, 1)
+    weight = normal((k, n) if transposed else (n, k), torch.bfloat16, device, 1)
     x = normal((m, k), torch.bfloat16, device, 2)
-    height = 1 if turned else 128
+    height = 1 if transposed else 128
     of_weight = _scales((weight.shape[0], height), (weight.shape[1], 128), device)
     of_x = _scales((m, 1), (k, 128), device)
     data = (it.to(dtype) for it in (weight, x))
-    return call(*data, transa=not turned, A_scale_inv=of_weight, B_scale_inv=of_x)
+    return call(*data, transa=not transposed, A_scale_inv=of_weight, B_scale_inv=of_x)
 
 
 def _scales(rows: tuple[int, int], columns: tuple[int, int], device: str) -> Tensor:
@@ -85,7 +85,7 @@ CALLS = tuple(
         ("gemm_float32", _plain, ("float32",)),
         ("gemm_float8", _float8, ("float8_e4m3fn",)),
         ("gemm_float8_steps", _steps, ("float8_e4m3fn",)),
-        ("gemm_float32_blocks", partial(_steps, turned=True), ("float8_e4m3fn",)),
+        ("gemm_float32_blocks", partial(_steps, transposed=True), ("float8_e4m3fn",)),
         ("gemm_blocks", _blocks, ("float8_e4m3fn",)),
     )
 )

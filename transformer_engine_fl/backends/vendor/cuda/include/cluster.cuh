@@ -152,7 +152,7 @@ __device__ __forceinline__ void post_slot(FlaggedSlot* to, unsigned epoch, unsig
 
 // blockIdx.x, read anew at each call: so neither it nor a value derived from it occupies a register
 // between calls.
-__device__ __forceinline__ unsigned block_again() {
+__device__ __forceinline__ unsigned reread_block_index() {
   unsigned block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
   return block;

@@ -8,7 +8,7 @@ namespace te_fl {
 
 // What is subtracted from scores before the exponential: the highest, or 0 if all are -infinity.
 template <typename A>
-__device__ __forceinline__ A taken_off_scores(A highest) {
+__device__ __forceinline__ A softmax_shift(A highest) {
   return highest == lowest<A>() ? A(0) : highest;
 }
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bo
                                            const Statistics<A>& found, long long last,
                                            double words, double label_smoothing, double z_loss,
                                            A center = A(0)) {
-  const A shift = taken_off_scores(found.highest);
+  const A shift = softmax_shift(found.highest);
   const A log_total = log(found.total);
   const A whole = shift + log_total;
   // Not computed from lse, in which a large shift would round off log_total.
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bo
   }
   const A z = static_cast<A>(z_loss);
   if (z != A(0)) result += z * whole * whole;
-  if (target < 0 || target >= last) result = missing<A>();
+  if (target < 0 || target >= last) result = quiet_nan<A>();
   *loss = ignored ? A(0) : result;
   *lse = ignored ? A(0) : whole;
 }

@@ -116,7 +116,7 @@ __device__ __forceinline__ void read_shared(unsigned* to, const void* from) {
 }
 
 enum Reading {
-  kAgain,  // data that blocks share: through L1
+  kReused,  // data that blocks share: through L1
   kOnce,   // bypasses L1 where possible, that is in copies of 16 bytes
   kPlain,  // as kOnce, but copies of 16 bytes have no L2 policy
 };

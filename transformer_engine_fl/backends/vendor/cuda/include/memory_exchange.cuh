@@ -26,12 +26,12 @@ class MemoryExchange {
   static constexpr unsigned kEpochs = 4;  // sets of slots in rotation
   static constexpr unsigned kOfEpoch = Blocks * K;
   // Lanes beyond the last block have no block, or, if Blocks is a power of two, repeat the blocks.
-  static constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
+  static constexpr bool kRepeated = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
 
  public:
   static constexpr int kPerLane = (Blocks + 31) / 32;     // blocks that each lane of a warp reads
-  static constexpr int kHalved = kAgain ? Blocks : 32;    // lanes that have all blocks
-  static constexpr bool kAll = kAgain || Blocks % 32 == 0;  // no lane is without a block
+  static constexpr int kReducedLanes = kRepeated ? Blocks : 32;    // lanes that have all blocks
+  static constexpr bool kAll = kRepeated || Blocks % 32 == 0;  // no lane is without a block
 
   __device__ __forceinline__ MemoryExchange(FlaggedSlot* slots, unsigned first_epoch,
                                             unsigned group)
@@ -39,14 +39,14 @@ class MemoryExchange {
         post_epoch_(first_epoch),
         wait_epoch_(first_epoch) {
     // Otherwise the first posts and waits would wait for DRAM.
-    if (threadIdx.x < kEpochs) prefetch_slot(slots_ + (threadIdx.x * kOfEpoch + own_place()));
+    if (threadIdx.x < kEpochs) prefetch_slot(slots_ + (threadIdx.x * kOfEpoch + own_slot()));
   }
 
   // Posted by the first warp, all of whose lanes must have the block's numbers.
   __device__ __forceinline__ void post(const float (&value)[K]) {
     if (threadIdx.x < K) {
       const float own = threadIdx.x == 0 ? value[0] : value[K - 1];
-      post_slot(slots_ + (post_epoch_ % kEpochs * kOfEpoch + own_place() + threadIdx.x),
+      post_slot(slots_ + (post_epoch_ % kEpochs * kOfEpoch + own_slot() + threadIdx.x),
                 post_epoch_, __float_as_uint(own));
     }
     ++post_epoch_;
@@ -55,7 +55,7 @@ class MemoryExchange {
   // Which block's numbers are the lane's `i`th; Blocks or more where the lane has no block.
   static __device__ __forceinline__ int block_of(int i) {
     const int lane = threadIdx.x % 32;
-    return kAgain ? lane % Blocks : lane + i * 32;
+    return kRepeated ? lane % Blocks : lane + i * 32;
   }
 
   // `nothing`: the values of lanes that have no block.
@@ -77,7 +77,9 @@ class MemoryExchange {
   }
 
  private:
-  static __device__ __forceinline__ unsigned own_place() { return block_again() % Blocks * K; }
+  static __device__ __forceinline__ unsigned own_slot() {
+    return reread_block_index() % Blocks * K;
+  }
 
   FlaggedSlot* slots_;
   unsigned post_epoch_, wait_epoch_;
@@ -110,7 +112,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     float parts[Exchange::kPerLane][K];
     exchange_.wait(nothing, parts);
     merge_parts<Operation>(parts, value);
-    halve<Operation, Exchange::kHalved>(value);
+    halve<Operation, Exchange::kReducedLanes>(value);
   }
 
  private:
@@ -166,18 +168,20 @@ class RowPiece {
   static __device__ __forceinline__ unsigned group() { return blockIdx.x / Blocks; }
 
   __device__ __forceinline__ explicit RowPiece(int columns)
-      : columns_(columns), first_(rank() * Vecs * Row::kApart + Row::first_column(0, 0)) {}
+      : columns_(columns), first_(rank() * Vecs * Row::kVectorStride + Row::first_column(0, 0)) {}
 
   // Whether this thread's vector `v` is in the row.
   __device__ __forceinline__ bool has(int v) const { return Row::in_row(column(v), columns_); }
 
   // The number of columns of a row from the block's first one on.
-  __device__ __forceinline__ int left() const { return columns_ - rank() * Vecs * Row::kApart; }
+  __device__ __forceinline__ int left() const {
+    return columns_ - rank() * Vecs * Row::kVectorStride;
+  }
 
   // The address of vector `v` in a row.
   template <typename T>
   __device__ __forceinline__ T* place(T* row, int v) const {
-    return row + first_ + v * Row::kApart;
+    return row + first_ + v * Row::kVectorStride;
   }
 
   // Starts the copy of vector `v` to shared memory, if the row exists.
@@ -189,23 +193,23 @@ class RowPiece {
   }
 
  private:
-  __device__ __forceinline__ int column(int v) const { return first_ + v * Row::kApart; }
+  __device__ __forceinline__ int column(int v) const { return first_ + v * Row::kVectorStride; }
 
   int columns_, first_;
 };
 
 // Loops over the rows of a group of Blocks blocks, every so-many-th row of the grid's groups, as a
-// pipeline: `ask` starts the copies of a row, `take` reads it and posts its sums, and `write`
+// pipeline: `fetch` starts the copies of a row, `take` reads it and posts its sums, and `write`
 // finishes it, after the next row has been taken. Stages rows are in flight, each in Bytes of the
 // ring. The loop is unrolled over two rows in registers, so that neither is moved to the other's.
-template <int Blocks, int Stages, int Bytes, typename Held, typename Index, typename Ask,
+template <int Blocks, int Stages, int Bytes, typename Held, typename Index, typename Fetch,
           typename Take, typename Write>
-__device__ __forceinline__ void go_through(unsigned char* ring, Index rows, Ask ask, Take take,
-                                           Write write) {
+__device__ __forceinline__ void for_each_row(unsigned char* ring, Index rows, Fetch fetch,
+                                             Take take, Write write) {
   const Index groups = gridDim.x / Blocks;
   Index row = blockIdx.x / Blocks;
   auto request = [&](Index of, int stage) {
-    ask(of, ring + stage * Bytes);
+    fetch(of, ring + stage * Bytes);
     commit_copies();
   };
 #pragma unroll 1
@@ -215,7 +219,7 @@ __device__ __forceinline__ void go_through(unsigned char* ring, Index rows, Ask 
     wait_copies<Stages - 1>();
     take(of, ring + stage * Bytes, held);
   };
-  // Asks for a row in the place of the one that was taken last.
+  // Fetches a row to the place of the one that was taken last.
   auto refill = [&](Index taken) {
     request(taken + Stages * groups, stage);
     stage = stage + 1 == Stages ? 0 : stage + 1;

@@ -178,7 +178,7 @@ __device__ __forceinline__ A lowest() {
 
 // NaN.
 template <typename A>
-__device__ __forceinline__ A missing() {
+__device__ __forceinline__ A quiet_nan() {
   return static_cast<A>(__int_as_float(0x7fc00000));
 }
 

@@ -131,7 +131,7 @@ class RowReduction {
   static constexpr int kSenders = kOfBlocks ? 1 : kWarps;  // warps of a block that post
   static constexpr int kSlots = kSenders * Cluster;
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
-  static constexpr int kHalved = next_power_of_two(least(kSlots, 32));
+  static constexpr int kReducedLanes = next_power_of_two(least(kSlots, 32));
 
  public:
   // Blocks may be written to only once they run. The wait for that is left to the first reduction,
@@ -182,7 +182,7 @@ class RowReduction {
 
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
-    static_assert(kSlots % kHalved == 0 || kKeeps<Operation, K>,
+    static_assert(kSlots % kReducedLanes == 0 || kKeeps<Operation, K>,
                   "padding slots would change the result");
     if constexpr (kSlots > 1) {
       A parts[kOwn][K];
@@ -197,17 +197,17 @@ class RowReduction {
         for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
           for (int k = 0; k < K; ++k) {
-            if constexpr (kSlots % kHalved == 0) {
+            if constexpr (kSlots % kReducedLanes == 0) {
               parts[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
             } else {
-              const int slot = threadIdx.x % kHalved;
+              const int slot = threadIdx.x % kReducedLanes;
               parts[i][k] = slot < kSlots ? slots[k][slot] : Operation::template nothing<A>();
             }
           }
         }
       }
       merge_parts<Operation>(parts, value);
-      halve<Operation, kHalved>(value);
+      halve<Operation, kReducedLanes>(value);
     }
   }
 

@@ -4,11 +4,11 @@
 // with Vecs vectors of Width elements; a block works on Rows rows at once, more than one only if
 // Lanes is at most 32. Full: the row fills all of those vectors.
 //
-// A vector's elements are neighbouring columns or, if Strewn, 32 columns apart, so that the lanes
-// of a warp hold neighbours. Strewn vectors are for rows of any alignment: the row is copied to
+// A vector's elements are neighbouring columns or, if Striped, 32 columns apart, so that the lanes
+// of a warp hold neighbours. Striped vectors are for rows of any alignment: the row is copied to
 // shared memory in aligned 16-byte pieces, the first of which includes elements before the row, and
 // each thread picks its elements there one by one. Beyond the end of a row a thread reads zeros,
-// strewn or not. The copy reads its 16 bytes in full, although zeros replace what lies beyond the
+// striped or not. The copy reads its 16 bytes in full, although zeros replace what lies beyond the
 // row. So that no copy reads beyond the tensor, the last kRest columns of its last row are in no
 // piece: a lane of the warp to which such a column belongs loads it, and writes it to its slot when
 // the copies have arrived.
@@ -21,19 +21,20 @@
 namespace te_fl {
 
 template <int Width, int Vecs, int Access, int Lanes, int Rows, int Cluster, bool Full,
-          bool Strewn>
+          bool Striped>
 struct RowTile {
-  static_assert(!Strewn || (Lanes % 32 == 0 && !Full), "Strewn needs whole warps, not Full");
+  static_assert(!Striped || (Lanes % 32 == 0 && !Full), "Striped needs whole warps, not Full");
   static constexpr int kThreads = Lanes * Rows;
-  static constexpr int kStep = Strewn ? 32 : 1;  // columns from one element of a vector to the next
-  static constexpr int kApart = Cluster * Lanes * Width;  // columns from one vector to the next
+  // Columns from one element of a vector to the next, and from one vector to the next.
+  static constexpr int kStep = Striped ? 32 : 1;
+  static constexpr int kVectorStride = Cluster * Lanes * Width;
 
   // The first column of this thread's vector `v`. Vectors are dealt to the lanes and then to the
   // blocks of the cluster in rotation, so that a narrow row leaves all blocks equally idle.
   static __device__ __forceinline__ int first_column(int v, int rank) {
     const int lane = static_cast<int>(threadIdx.x) % Lanes;
     const int group = (v * Cluster + rank) * Lanes;
-    if constexpr (Strewn) return (group + lane / 32 * 32) * Width + lane % 32;
+    if constexpr (Striped) return (group + lane / 32 * 32) * Width + lane % 32;
     else return (group + lane) * Width;
   }
 
@@ -41,7 +42,7 @@ struct RowTile {
   // first vector, whose address is computed once, where there are registers for it.
   template <bool FromFirst = true, typename T>
   static __device__ __forceinline__ T* place(T* row, int v, int rank) {
-    if constexpr (FromFirst) return row + first_column(0, rank) + v * kApart;
+    if constexpr (FromFirst) return row + first_column(0, rank) + v * kVectorStride;
     else return row + first_column(v, rank);
   }
 
@@ -52,17 +53,17 @@ struct RowTile {
   // Whether element `i` of a vector is in the row, of which `left` columns remain from the vector's
   // first element on; the first element always is.
   static __device__ __forceinline__ bool has(int i, int left) {
-    return !Strewn || i * kStep < left;
+    return !Striped || i * kStep < left;
   }
 
   // Loads and stores a vector that is in_row in global memory. Plain: see `load`; without effect on
-  // strewn vectors.
+  // striped vectors.
   template <bool Plain = false, typename T>
   static __device__ __forceinline__ Vec<T, Width> get(const T* from, int left) {
-    if constexpr (!Strewn) {
+    if constexpr (!Striped) {
       return load<Access, Width, Plain>(from);
     } else {
-      static_assert(sizeof(T) == 2, "Strewn needs 2-byte elements");
+      static_assert(sizeof(T) == 2, "Striped needs 2-byte elements");
       Vec<T, Width> result = zeros<T, Width>();
 #pragma unroll
       for (int i = 0; i < Width; ++i) {
@@ -74,7 +75,7 @@ struct RowTile {
   }
   template <typename T>
   static __device__ __forceinline__ void put(T* to, const Vec<T, Width>& value, int left) {
-    if constexpr (!Strewn) {
+    if constexpr (!Striped) {
       store(to, value);
     } else {
 #pragma unroll
@@ -98,12 +99,12 @@ struct RowTile {
 
   // How many columns of a row are copied in pieces.
   static __device__ __forceinline__ int in_pieces(int columns, bool last) {
-    return Strewn && last ? max(0, columns - kRest) : columns;
+    return Striped && last ? max(0, columns - kRest) : columns;
   }
 
   // The column that this thread loads singly of a last row; -1 if none.
   static __device__ __forceinline__ int rest_of(int columns, int rank) {
-    static_assert(Strewn, "only Strewn rows have a rest");
+    static_assert(Striped, "only Striped rows have a rest");
     constexpr int kWarps = Lanes / 32;
     const int thread = static_cast<int>(threadIdx.x) % Lanes;
     const int column = columns - kRest + thread % 32;
@@ -113,17 +114,18 @@ struct RowTile {
   }
 
   // This thread's slots in shared memory for its vectors of one row. A slot is read by the thread
-  // that filled it, or if strewn by its warp, so no block barrier is needed. The chunks of a vector
-  // lie a block's width apart, so that neighbouring threads use neighbouring banks.
+  // that filled it, or if striped by its warp, so no block barrier is needed. The chunks of a
+  // vector lie a block's width apart, so that neighbouring threads use neighbouring banks.
   template <typename T>
   struct Slots {
     static constexpr int kSize = static_cast<int>(sizeof(T));
     static constexpr int kChunk = least(16, Width * kSize);
     static constexpr int kChunks = Width * kSize / kChunk;
     static constexpr int kPiece = least(16, Access * kSize);
-    static constexpr int kOfWarp = 32 * Width * kSize + 16;  // strewn: with elements beside the row
+    // Striped: with elements beside the row.
+    static constexpr int kOfWarp = 32 * Width * kSize + 16;
     static constexpr int kBytes =
-        Vecs * (Strewn ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
+        Vecs * (Striped ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
 
     // Bytes from one vector of a thread to the next.
     static constexpr int kStride = kThreads * kChunks * kChunk;
@@ -134,32 +136,32 @@ struct RowTile {
 
     // Where a warp's vectors `v` lie.
     static constexpr int kWarpStride = kThreads / 32 * kOfWarp;
-    static __device__ __forceinline__ unsigned char* of_warp(unsigned char* row, int v) {
+    static __device__ __forceinline__ unsigned char* warp_vectors(unsigned char* row, int v) {
       return row + v * kWarpStride + static_cast<int>(threadIdx.x) / 32 * kOfWarp;
     }
 
-    // How many bytes after the start of its slots a strewn row begins, from its global address. Add
-    // it to the slots' address for `read` and `write`.
+    // How many bytes after the start of its slots a striped row begins, from its global address.
+    // Add it to the slots' address for `read` and `write`.
     static __device__ __forceinline__ int begin(const T* row) {
-      return Strewn ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
+      return Striped ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
     }
 
     // Starts the copy of vector `v`, whose first column is `column`, of a row of `columns` columns,
-    // if the row exists and, unless strewn, the vector is wanted. `own` is the address of the
+    // if the row exists and, unless striped, the vector is wanted. `own` is the address of the
     // thread's first vector; the others are at constant offsets from it.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* own,
                                                 bool exists, int column, int columns,
                                                 bool wanted = true) {
-      const T* from = own + v * kApart;
-      if constexpr (Strewn) {
+      const T* from = own + v * kVectorStride;
+      if constexpr (Striped) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int before = begin(from - lane);
         const char* source = reinterpret_cast<const char*>(from - lane) - before;
         const int left = least(columns - (column - lane), 32 * Width);
         const int bytes = exists && left > 0 ? before + left * kSize : 0;
         auto copy = [&](int at) {
-          copy_async_piece<16, How>(of_warp(row, 0) + lane * 16, v * kWarpStride + at,
+          copy_async_piece<16, How>(warp_vectors(row, 0) + lane * 16, v * kWarpStride + at,
                                     source + lane * 16 + at,
                                     max(0, least(16, bytes - lane * 16 - at)));
         };
@@ -181,9 +183,9 @@ struct RowTile {
     }
 
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
-      if constexpr (Strewn) {
-        static_assert(kSize == 2, "Strewn needs 2-byte elements");
-        const auto* from = reinterpret_cast<const volatile unsigned short*>(of_warp(row, v));
+      if constexpr (Striped) {
+        static_assert(kSize == 2, "Striped needs 2-byte elements");
+        const auto* from = reinterpret_cast<const volatile unsigned short*>(warp_vectors(row, v));
         Vec<T, Width> result = zeros<T, Width>();
 #pragma unroll
         for (int i = 0; i < Width; ++i) {
@@ -201,15 +203,15 @@ struct RowTile {
     static __device__ __forceinline__ void fill_rest(unsigned char* row, const T* from,
                                                      int column) {
       if (column < 0) return;
-      auto* vector = reinterpret_cast<T*>(of_warp(row + begin(from), column / kApart));
+      auto* vector = reinterpret_cast<T*>(warp_vectors(row + begin(from), column / kVectorStride));
       vector[column % (32 * Width)] = from[column];
     }
 
     // Overwrites a vector whose copies have arrived.
     static __device__ __forceinline__ void write(unsigned char* row, int v,
                                                  const Vec<T, Width>& value) {
-      if constexpr (Strewn) {
-        auto* to = reinterpret_cast<unsigned short*>(of_warp(row, v));
+      if constexpr (Striped) {
+        auto* to = reinterpret_cast<unsigned short*>(warp_vectors(row, v));
 #pragma unroll
         for (int i = 0; i < Width; ++i) {
           to[i * 32 + static_cast<int>(threadIdx.x) % 32] = element(value, i).words[0];
@@ -224,13 +226,13 @@ struct RowTile {
   template <int Pending>
   static __device__ __forceinline__ void wait() {
     wait_copies<Pending>();
-    if constexpr (Strewn) __syncwarp();
+    if constexpr (Striped) __syncwarp();
   }
 
   // After this, slots whose vectors have been read may be filled again, and what other lanes of the
   // warp have written may be read.
   static __device__ __forceinline__ void release() {
-    if constexpr (Strewn) __syncwarp();
+    if constexpr (Striped) __syncwarp();
   }
 };
 

@@ -1,4 +1,4 @@
-// Transposing ("turning") a tile of 128 columns in shared memory, so that writes are coalesced too.
+// Transposing a tile of 128 columns in shared memory, so that writes are coalesced too.
 //
 // Chunks of 16 bytes are swizzled, so that threads of a warp that access them together use
 // different banks. All functions must be called by every thread of a block.
@@ -61,19 +61,19 @@ struct ValueTile {
 // A chunk of a transposed tile. A column has Bytes bytes, and neighbouring threads write columns
 // that are 2^Shift apart.
 template <int Bytes, int Shift>
-__device__ __forceinline__ unsigned char* turned_chunk(unsigned char* tile, int column,
-                                                       int chunk) {
+__device__ __forceinline__ unsigned char* transposed_chunk(unsigned char* tile, int column,
+                                                           int chunk) {
   constexpr int kChunks = Bytes / 16;
   return tile + (column * kChunks + (chunk ^ (column >> Shift & (kChunks - 1)))) * 16;
 }
 
 // Transposes Threads / 2 rows of 128 bytes in place, a thread 4 columns of 16 rows; the result is
-// laid out as by turned_chunk with Shift = 2.
+// laid out as by transposed_chunk with Shift = 2.
 template <int Threads>
-__device__ __forceinline__ void turn_bytes(unsigned char* tile) {
+__device__ __forceinline__ void transpose_bytes(unsigned char* tile) {
   const int group = threadIdx.x % 32;
   const int run = threadIdx.x / 32;
-  unsigned turned[4][4];
+  unsigned transposed[4][4];
 #pragma unroll
   for (int part = 0; part < 4; ++part) {
     unsigned rows[4];
@@ -86,15 +86,15 @@ __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
     const unsigned low23 = __byte_perm(rows[2], rows[3], 0x5140);
     const unsigned high01 = __byte_perm(rows[0], rows[1], 0x7362);
     const unsigned high23 = __byte_perm(rows[2], rows[3], 0x7362);
-    turned[0][part] = __byte_perm(low01, low23, 0x5410);
-    turned[1][part] = __byte_perm(low01, low23, 0x7632);
-    turned[2][part] = __byte_perm(high01, high23, 0x5410);
-    turned[3][part] = __byte_perm(high01, high23, 0x7632);
+    transposed[0][part] = __byte_perm(low01, low23, 0x5410);
+    transposed[1][part] = __byte_perm(low01, low23, 0x7632);
+    transposed[2][part] = __byte_perm(high01, high23, 0x5410);
+    transposed[3][part] = __byte_perm(high01, high23, 0x7632);
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    store_bytes<16, 16>(turned_chunk<Threads / 2, 2>(tile, group * 4 + i, run), turned[i]);
+    store_bytes<16, 16>(transposed_chunk<Threads / 2, 2>(tile, group * 4 + i, run), transposed[i]);
   }
   __syncthreads();
 }
@@ -105,14 +105,14 @@ struct Tile {
   int above, before;
 };
 
-// Tile number `turn` of a launch. If transposed rows, of `bytes` bytes, do not begin at sectors of
+// Tile number `index` of a launch. If transposed rows, of `bytes` bytes, do not begin at sectors of
 // 32 bytes, tiles that are neighbours along these rows follow each other, so that a sector that two
 // tiles share is soon complete in L2. Without transposed rows `bytes` is 0.
-__device__ __forceinline__ Tile tile_of(unsigned turn, int down, int across, int bytes) {
+__device__ __forceinline__ Tile tile_of(unsigned index, int down, int across, int bytes) {
   const bool sectors = bytes % 32 == 0;
   const unsigned line = sectors ? across : down;
-  const int passed = line ? turn / line : 0;
-  const int place = turn - passed * line;
+  const int passed = line ? index / line : 0;
+  const int place = index - passed * line;
   return sectors ? Tile{passed, place} : Tile{place, passed};
 }
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* 
     const int column = run / kRuns;
     const int start = run % kRuns * kRun;
     const unsigned word = *reinterpret_cast<const unsigned*>(
-        turned_chunk<Bytes, Shift>(tile, column, start / 16 + lane / 4) + lane % 4 * 4);
+        transposed_chunk<Bytes, Shift>(tile, column, start / 16 + lane / 4) + lane % 4 * 4);
     const unsigned before = __shfl_sync(0xffffffffu, word, (lane + kLanes - 1) % kLanes, kLanes);
     unsigned char* target =
         to + static_cast<long long>(first_column + column) * bytes + first_byte + start;
@@ -159,9 +159,9 @@ __device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* 
 // multiples of 16 bytes. Inside: the whole tile lies in the rows, and a thread's chunks are equally
 // far apart.
 template <int Threads, int Bytes, int Shift, bool Aligned, bool Inside = false>
-__device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char* to,
-                                             int first_column, int columns, int first_byte,
-                                             int bytes) {
+__device__ __forceinline__ void drain_transposed(unsigned char* tile, unsigned char* to,
+                                                 int first_column, int columns, int first_byte,
+                                                 int bytes) {
   constexpr int kChunks = Bytes / 16;
   static_assert(Aligned || !Inside, "Inside needs Aligned rows");
   if constexpr (Inside) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
                   "all columns of a thread must have the same shift");
     const int column = threadIdx.x / kChunks;
     const int place = threadIdx.x % kChunks;
-    const unsigned char* from = turned_chunk<Bytes, Shift>(tile, column, place);
+    const unsigned char* from = transposed_chunk<Bytes, Shift>(tile, column, place);
     to += static_cast<long long>(first_column + column) * bytes + first_byte + place * 16;
 #pragma unroll
     for (int i = 0; i < 128 / kColumns; ++i) {
@@ -183,7 +183,8 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
       const int byte = first_byte + at % kChunks * 16;
       if (first_column + column >= columns || byte >= bytes) continue;
       *reinterpret_cast<uint4*>(to + static_cast<long long>(first_column + column) * bytes + byte) =
-          *reinterpret_cast<const uint4*>(turned_chunk<Bytes, Shift>(tile, column, at % kChunks));
+          *reinterpret_cast<const uint4*>(transposed_chunk<Bytes, Shift>(tile, column,
+                                                                         at % kChunks));
     }
   } else {
     drain_words<Threads, Bytes, Shift>(tile, to, first_column, columns, first_byte, bytes);
@@ -192,8 +193,8 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
 
 // Transposes the 64x64 tile number `block` of a matrix of words.
 template <int Threads, typename Word>
-__device__ __forceinline__ void turn_numbers(const Word* x, Word* y, long long stride, int rows,
-                                             int columns, int block) {
+__device__ __forceinline__ void transpose_numbers(const Word* x, Word* y, long long stride,
+                                                  int rows, int columns, int block) {
   __shared__ Word tile[64][65];
   const int across = (columns + 63) / 64;
   const int above = block / across;
