@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
+import statistics
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -66,6 +68,13 @@ The launch and the latency of the first and the last accesses to memory take the
 the number of bytes, so no candidate reaches the roof on small shapes. For comparison, from the same
 run and timed in the same way: torch's copy of fewer bytes, and torch's fill, which writes as many
 bytes as the copy reads and writes together:
+"""
+
+SUMMARY = """
+Every operator in the standard shapes, {where}, without torch.compile. For each set of this
+repository and for the fastest peer of each shape: the median over the shapes of the percentage of
+the roof that it reaches. The last column counts the shapes on which a set of this repository is the
+fastest, of those that a peer was timed on.
 """
 
 HOST = """
@@ -123,9 +132,20 @@ def family_picture(path: Path, family: str) -> Path:
 
 
 def load() -> list[tuple[Path, Report]]:
-    """The committed results of operators, sorted by title."""
+    """The committed results of operators, the device measured last first, then by title."""
     found = [(path, _report(path)) for path in RESULTS.glob("ops_*.json")]
-    return sorted(found, key=lambda it: (_title(it[1]), it[0]))
+    found.sort(key=lambda it: (_title(it[1]), it[0]))
+    return sorted(found, key=lambda it: _last_date(it[1], found), reverse=True)
+
+
+def _last_date(report: Report, reports: Iterable[tuple[Path, Report]]) -> str:
+    """The date of the last results of a report's device."""
+    same = (it for _, it in reports if _device(it) == _device(report))
+    return max(it["environment"]["date"] for it in same)
+
+
+def _device(report: Report) -> str:
+    return str(report["environment"]["device"])
 
 
 def load_hosts() -> list[Report]:
@@ -170,16 +190,78 @@ def digest(path: Path) -> str:
 def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     """The whole page."""
     reports = list(reports)
-    parts = [INTRODUCTION, *_method(report for _, report in reports)]
-    titles = [_title(report) for _, report in reports]
+    titles = _titles(report for _, report in reports)
+    contents = (*titles, "Dispatch", "Installed plugins")
+    parts = [INTRODUCTION, "".join(f"- [{it}](#{_anchor(it)})\n" for it in contents)]
+    parts += [*_summaries(reports, titles), "## Method\n", *_method(it for _, it in reports)]
     alone = load_hosts()
     for (path, report), title in zip(reports, titles, strict=True):
-        if titles.count(title) > 1:  # several runs on one device, each of other operators
-            title += f": {', '.join(families(report))}"
         parts += [f"## {title}\n", *_operators(path, report, alone)]
     parts += _dispatch(dispatch)
     parts += _plugins(load_plugins())
     return "\n".join(parts)
+
+
+def _titles(reports: Iterable[Report]) -> list[str]:
+    """The headings of the reports; of several runs on one device, with their families."""
+    reports = list(reports)
+    plain = [_title(report) for report in reports]
+    return [
+        f"{title}: {', '.join(families(report))}" if plain.count(title) > 1 else title
+        for title, report in zip(plain, reports, strict=True)
+    ]
+
+
+def _anchor(heading: str) -> str:
+    """The fragment of a link to a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _summaries(reports: list[tuple[Path, Report]], titles: list[str]) -> Iterator[str]:
+    """A table for each device: what each family reaches, beside the fastest peer."""
+    devices: dict[str, list[tuple[Report, str]]] = {}
+    for (_, report), title in zip(reports, titles, strict=True):
+        if not _is_compiled(report):
+            devices.setdefault(_device(report), []).append((report, title))
+    for device, found in devices.items():
+        yield f"## Summary: {device}\n"
+        where = " and ".join(dict.fromkeys(main_versions(report) for report, _ in found))
+        yield _paragraph(SUMMARY.format(where=f"{device}, {where}"))
+        sets = list(
+            dict.fromkeys(
+                name
+                for report, _ in found
+                for name in names_of(report["rows"], report)
+                if is_ours(name)
+            )
+        )
+        yield _table(
+            ["family", "shapes", *(f"{it}, %" for it in sets), "fastest peer, %", "fastest here"],
+            [
+                _summary(family, rows, report, sets, title)
+                for report, title in found
+                for family, rows in families(report).items()
+            ],
+        )
+
+
+def _summary(
+    family: str, rows: list[Report], report: Report, sets: list[str], title: str
+) -> list[str]:
+    """The row of one family in a device's summary."""
+
+    def median(reached: Iterable[float | None]) -> str:
+        known = [it for it in reached if it is not None]
+        return f"{100 * statistics.median(known):.0f}" if known else "-"
+
+    measured = {name: [it for it in rows if name in it["results"]] for name in sets}
+    ours = [median(share(row, name, report) for row in measured[name]) for name in sets]
+    peers = [(row, [it for it in row["results"] if not is_ours(it)]) for row in rows]
+    best = [(row, it) for row, names in peers if names and (it := fastest(row, names))]
+    won = sum(is_ours(fastest(row) or "") for row, _ in best)
+    others = median(share(row, it, report) for row, it in best)
+    link = f"[{family}](#{_anchor(title)})"
+    return [link, str(len(rows)), *ours, others, f"{won} of {len(best)}" if best else "-"]
 
 
 def _method(reports: Iterable[Report]) -> Iterator[str]:
@@ -189,10 +271,13 @@ def _method(reports: Iterable[Report]) -> Iterator[str]:
         yield _paragraph(TURNS.format(rounds=rounds))
 
 
+def _is_compiled(report: Report) -> bool:
+    return any(COMPILER in row["results"] for row in report["rows"])
+
+
 def _title(report: Report) -> str:
-    compiled = any(COMPILER in row["results"] for row in report["rows"])
-    with_compiler = f", with `{COMPILER}`" if compiled else ""
-    return f"Operators on {report['environment']['device']}{with_compiler}"
+    with_compiler = f", with `{COMPILER}`" if _is_compiled(report) else ""
+    return f"Operators on {_device(report)}{with_compiler}"
 
 
 def _operators(path: Path, report: Report, alone: list[Report]) -> Iterator[str]:

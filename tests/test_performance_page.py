@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import sys
 from pathlib import Path
@@ -49,6 +50,37 @@ def test_a_peer_that_is_faster_is_marked_and_counted() -> None:
     assert re.search(r"a peer \*\*0\.1 / 9,999 / \d+ %\*\*, ", page)
     assert "Fastest: a peer on 1 of 1 shapes." in page
     assert f"a peer `{row['workload']}` 1.50." in " ".join(page.split())
+
+
+def test_the_summary_compares_each_family_with_the_fastest_peers() -> None:
+    report = copy.deepcopy(REPORTS[0][1])
+    report["roofs"]["copy"]["value"] = 1000.0
+    report["rows"] = [copy.deepcopy(report["rows"][0]) for _ in range(4)]
+    rates = [(500.0, 400.0), (600.0, 900.0), (800.0, 100.0), (300.0, None)]
+    for row, (ours, peer) in zip(report["rows"], rates, strict=True):
+        candidates = {"default.flagos": ours} | ({"a peer": peer} if peer else {})
+        row["results"] = {
+            name: {"us": 1e3 / rate, "rate": rate, "error_over_allowed": 0.5}
+            for name, rate in candidates.items()
+        }
+    page = made_with(report)
+    family = re.escape(report["rows"][0]["family"])
+    (line,) = re.findall(rf"^\| \[{family}\]\((#\S+)\) \| (.*) \|$", page, flags=re.M)
+    assert line[1] == "4 | 55 | 40 | 2 of 3"
+    (heading,) = re.findall(r"^## (Operators on .*)$", page, flags=re.M)
+    assert f"[{heading}]({line[0]})" in page
+
+
+def test_the_device_that_was_measured_last_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, device, date in (("a", "A", "2026-01-02"), ("b", "B", "2026-01-03"), ("c", "B", "x")):
+        report = copy.deepcopy(REPORTS[0][1])
+        report["environment"] |= {"device": device, "date": date.replace("x", "2025-12-31")}
+        (tmp_path / f"ops_{name}.json").write_text(json.dumps(report))
+    monkeypatch.setattr(performance_page, "RESULTS", tmp_path)
+    found = [report["environment"]["device"] for _, report in performance_page.load()]
+    assert found == ["B", "B", "A"]
 
 
 def test_what_was_not_measured_is_named_with_the_reason() -> None:
