@@ -1,4 +1,4 @@
-"""Calls that a test makes of a set's operators, held to the contracts as the kit holds samples."""
+"""Check a test's own operator calls against the contracts, as the kit checks samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from transformer_engine_fl.testing.checks import Run
 def checking(module: ModuleType) -> Callable[..., Any]:
     """A function that calls an operator of a module and checks what it returns and writes.
 
-    It takes the operator's name and arguments and returns the operator's outputs, a single
-    one as it is. What is allocated meanwhile is poisoned and fenced.
+    It takes the operator's name and arguments and returns the operator's outputs; a single
+    output is not wrapped in a tuple. Memory allocated during the call is poisoned and fenced.
     """
 
     def check(op: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ RECTIFIERS = ("drelu", "dbias_drelu", "dreglu", "dsrelu", "dbias_dsrelu", "dsreg
 
 
 def with_nan(op: str, device: str) -> tuple[Tensor, Tensor]:
-    """The gradient and the input of one of these, some of the input not a number."""
+    """A gradient and an input with some NaNs for an operator of :data:`RECTIFIERS`."""
     x = torch.tensor([[torch.nan, 1.0, -1.0, 0.0], [2.0, -2.0, torch.nan, 3.0]], device=device)
     width = 2 if op.endswith("glu") else 4
     return torch.arange(1.0, 2 * width + 1, device=device).view(2, width), x

@@ -43,7 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable of ours, no global policy, no default manager, nothing said in another test."""
+    """Clear the project's variables, the global policy, the default manager and the record of
+    warnings that are issued once per process.
+    """
     from transformer_engine_fl import reset_default_manager, reset_global_policy
     from transformer_engine_fl.core import registry
 
@@ -61,9 +63,9 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def with_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that the test starts have bytecode, as an installed package has it.
+    """Let processes that the test starts use cached bytecode, as an installed package does.
 
-    The first one writes it, whatever the environment says of writing any.
+    The first process writes it, even if PYTHONDONTWRITEBYTECODE is set in the environment.
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "bytecode"))

@@ -1,8 +1,8 @@
-"""A small world of torch operators whose implementations count their runs and can fail.
+"""Torch operators for tests of failures: their implementations count their runs and can fail.
 
-``scale`` returns a new tensor and ``scale_`` writes its argument. A :class:`Kernel`
-serves either. Calls arrive by each of four routes, and find the first candidate
-behind a guard or not: what happens after a failure must not depend on that.
+``scale`` returns a new tensor and ``scale_`` writes its argument; a :class:`Kernel` implements
+either. Calls take one of four routes, with or without a guard that looks at the tensor first:
+what follows from a failure must not depend on either.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from transformer_engine_fl import (
 )
 
 ROUTES = ("call", "handle", "operator", "pin")
-"""How a call arrives: by name, by a bound handle, by the operator object, by a pin."""
+"""How an operator is called: by name, by a bound handle, by the operator object, by a pin."""
 
 GUARDS = (False, True)
-"""Whether the first candidate says which devices it is for, so that calls are looked at."""
+"""Whether the candidates declare their devices, so that dispatch looks at the tensor."""
 
 
 LEFT = 200
-"""Frames that are left in :func:`deep`: enough for a dispatch and its recovery."""
+"""Stack frames that :func:`deep` leaves: enough for a dispatch and its recovery."""
 
 
 class KernelError(RuntimeError):
-    """A fault of an implementation; unlike the builtin one it can be referred to weakly."""
+    """A fault of an implementation; unlike a RuntimeError it supports weak references."""
 
 
 class Kernel:
     """Multiplies by ``factor``; fails on demand, before or after it has written.
 
     Args:
-        error: makes the exception to raise at each run; None to succeed.
-        in_place: writes its argument; a failing one writes half of it first.
+        error: returns the exception that each run raises; None: runs succeed.
+        in_place: whether to write the argument; a failing run writes half of it first.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Kernel:
 
 
 def contract_of(fn: Callable[..., Any], **fields: Any) -> Contract[..., Any]:
-    """A contract with ``fn``'s name and signature; nothing is checked unless said."""
+    """A contract with ``fn``'s name and signature; checks nothing without a ``check``."""
 
     def samples(dtype: str, device: str) -> Iterator[Sample]:
         yield Sample("typical", ())
@@ -124,7 +124,7 @@ def world(
 
 
 def arrive(manager: OpManager, op_name: str, route: str) -> Callable[..., Any]:
-    """What a user calls. For ``operator``, ``manager`` must be the default manager."""
+    """The callable of a route. For ``operator``, ``manager`` must be the default manager."""
     if route == "call":
         return lambda *args, **kwargs: manager.call(op_name, *args, **kwargs)
     if route == "handle":
@@ -135,18 +135,18 @@ def arrive(manager: OpManager, op_name: str, route: str) -> Callable[..., Any]:
 
 
 def in_quarantine(manager: OpManager) -> set[tuple[str, str, str | None, str | None]]:
-    """(operator, impl id, device, dtype) of all that is held."""
+    """(operator, impl id, device, dtype) of every quarantine entry."""
     held = manager.quarantine.held()
     return {(key.op_name, key.impl_id, key.device, key.dtype) for key in held}
 
 
 def climb(frames: int) -> bool:
-    """Uses so many frames."""
+    """Use this many stack frames."""
     return climb(frames - 1) if frames else True
 
 
 def deep(run: Callable[[], Any]) -> Any:
-    """Run with only so many frames left as :data:`LEFT`."""
+    """Run with only :data:`LEFT` stack frames left."""
     frame, depth = sys._getframe(), 1
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1

@@ -1,6 +1,6 @@
-"""A small world for the tests of core: stub tensors, one contract, quick implementations.
+"""Helpers for the tests of core: stub tensors, one contract, trivial implementations.
 
-Core knows no torch, so its tests need none: a tensor is a device, a dtype and an
+Core does not use torch, and neither do its tests: a stub tensor has a device, a dtype and an
 architecture, and an implementation returns its own impl id.
 """
 
@@ -28,7 +28,7 @@ KINDS = ("flagos", "vendor", "reference")
 
 @dataclass(frozen=True)
 class StubTensor:
-    """As much of a tensor as core ever asks about."""
+    """The properties of a tensor that core uses."""
 
     device: str = "cpu"
     dtype: str = "float32"
@@ -37,7 +37,7 @@ class StubTensor:
 
 
 class StubTensors:
-    """Answers core's questions about :class:`StubTensor`; counts the looks at one."""
+    """Core's access to a :class:`StubTensor`; counts how often facts are read."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -97,7 +97,7 @@ def answering(impl_id: str) -> Callable[..., str]:
 
 
 def impl(impl_id: str, kind: str = "reference", **fields: Any) -> OpImpl:
-    """An implementation of ``scale`` that returns its own id; vendor ``acme`` if one is needed."""
+    """An implementation of ``scale`` that returns its own id; the default vendor is ``acme``."""
     if kind == "vendor":
         fields.setdefault("vendor", "acme")
     fields.setdefault("op_name", "scale")
@@ -124,7 +124,7 @@ def make_manager(*impls: OpImpl, **keywords: Any) -> OpManager:
 
 
 def slowly(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    """The function, so slow that every thread is there before it is done; notes its calls."""
+    """Delay ``fn`` so that all threads reach it before it returns; record its calls."""
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -135,7 +135,7 @@ def slowly(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
 
 
 def order(manager: OpManager, op_name: str = "scale") -> list[str]:
-    """Ids of the implementations that may serve, best first."""
+    """Ids of an operator's candidates, best first."""
     return [it.impl_id for it in manager.resolve_candidates(op_name)]
 
 
@@ -147,5 +147,5 @@ def reason(manager: OpManager, impl_id: str, *args: Any, **kwargs: Any) -> tuple
 
 
 def importable(x: Any, factor: float = 1.0, *, mode: str = "plain") -> str:
-    """An implementation to be named as ``"core_helpers:importable"``."""
+    """An implementation to register by its import path, ``"core_helpers:importable"``."""
     return "importable"

@@ -1,4 +1,4 @@
-"""GPUs that need not be there: what they have, and what kernels compiled for them say."""
+"""Limits of GPUs that this machine need not have, and the shared memory of compiled kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK
 
 __all__ = ["DEVICES", "own_shared_bytes"]
 
-# Multiprocessors, and shared memory of a block and of a multiprocessor.
+# Compute capability, multiprocessors, shared memory of a block and of a multiprocessor in bytes.
 DEVICES = {
     "sm_80": Limits(8, 0, 108, 166_912, 167_936),
     "sm_86": Limits(8, 6, 84, 101_376, 102_400),
@@ -18,14 +18,14 @@ DEVICES = {
     "sm_100": Limits(10, 0, 148, 232_448, 233_472),
     "sm_120": Limits(12, 0, 170, 101_376, 102_400),
 }
-"""Of each generation one."""
+"""One GPU of each generation."""
 
 
 def own_shared_bytes(code: bytes) -> int:
-    """What a kernel declares of shared memory, without what a launch asks for.
+    """A kernel's static shared memory in bytes, from its cubin; a launch's dynamic part excluded.
 
-    From compute capability 9.0 on it lies behind what the system has of each block, which
-    the compiler counts with it and the limit of a block does not.
+    From compute capability 9.0 on, it starts behind the shared memory that the system reserves in
+    each block. The compiler's figure includes the reserved bytes; the limit of a block does not.
     """
     (table,) = struct.unpack_from("<Q", code, 0x28)
     size, count, names = struct.unpack_from("<HHH", code, 0x3A)

@@ -1,4 +1,4 @@
-"""Tests on a device of another make: each file of them has a process of its own."""
+"""Runs each file of tests on a PrivateUse1 device in a separate process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["run_cases"]
 
 
 def run_cases(file: Path) -> None:
-    """Run the tests of a file in a process that has had no other device.
+    """Run the tests of a file in a fresh process.
 
-    Skips where they do; fails with what they printed.
+    Skips if all of them skip; a failure shows their output.
     """
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     ours = ("PYTEST_", "TRITON_INTERPRET")

@@ -1,4 +1,4 @@
-"""Kernels that are started directly, beside Triton's ordinary launches of them."""
+"""Compares direct launches of kernels with Triton's ordinary launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine_fl.backends.flagos import _launch
 
 
 def check(run: Callable[[], tuple[Tensor, ...]]) -> None:
-    """Both give the same bytes."""
+    """Assert that a repeated, direct launch and an ordinary one return equal tensors."""
     run()
     direct = run()
     with _launch.ordinary_launches():

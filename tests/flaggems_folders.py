@@ -1,8 +1,8 @@
 """Vendors' folders in FlagGems' style, as its guides describe them, for tests to write.
 
-They know nothing of this project. ``OLD`` is the form in which a folder says by functions what
-it has, ``NEW`` the one in which it exports it. Their kernels are plain torch on any device, and
-note in ``CALLS`` that they have run; ``POINTWISE`` has one in Triton.
+The folders do not refer to this project. In the form ``OLD`` a folder lists its operators with
+functions, in the form ``NEW`` with its exports. The kernels are plain torch for any device, and
+record their runs in ``CALLS``; ``POINTWISE`` has a Triton kernel.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def write(
     heuristics: str = HEURISTICS,
     **modules: str,
 ) -> Path:
-    """A folder; further modules of its ``ops`` go before those there are."""
+    """Write a folder; ``modules`` are added to its ``ops``, or replace modules there."""
     folder = parent / name
     (folder / "ops").mkdir(parents=True)
     (folder / "fused").mkdir()

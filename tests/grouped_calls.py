@@ -1,4 +1,4 @@
-"""Calls of grouped products that come again with other tensors and rows split otherwise."""
+"""Repeated calls of grouped GEMMs with other tensors and another split of the rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = {
     "accumulated": {},
     "own tensors": {},
 }
-"""What is called, and the options of it."""
+"""Kinds of calls, and their options."""
 
 
 def _call(way: str, splits: list[int], seed: int, device: str) -> tuple[list[Any], dict[str, Any]]:
@@ -63,10 +63,10 @@ def _expected(args: list[Any], options: dict[str, Any]) -> list[Tensor]:
 def check(
     module: ModuleType, way: str, device: str, monkeypatch: pytest.MonkeyPatch, *, copied: bool
 ) -> None:
-    """Hold calls that are like one before to the formula, and wrong ones to the contract.
+    """Check calls like an earlier one against the formula; wrong ones must raise ArgumentError.
 
     Args:
-        copied: whether the set copies the call's tensors, so that it remembers nothing.
+        copied: whether the set copies the call's tensors, so that it remembers no call.
     """
     known: list[bool] = []
     get = KnownGroups.get
@@ -84,7 +84,7 @@ def check(
         results = options.get("accumulate_into") or [D]
         for one, two in zip(results, expected, strict=True):
             torch.testing.assert_close(one.double(), two, rtol=1e-4, atol=1e-4)
-    # Tensors of each group's own rows are others when the rows are split otherwise.
+    # With a tensor for each group, another split changes their shapes: no call like the last.
     like_before = way != "own tensors"
     expected_known = [False] * 4 if copied else [False, True, like_before, like_before]
     assert known == expected_known

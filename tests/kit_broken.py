@@ -1,4 +1,4 @@
-"""A plugin module: the loopback with a fault of another kind in each of some operators."""
+"""A plugin module: reference functions with a different kind of fault each, and a right one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Operator = Callable[..., Any]
 
 
 def _changed(right: Operator, change: Callable[[Any], Any]) -> Operator:
-    """The operator with something done to its result; it shows the right one's signature."""
+    """The operator with ``change`` applied to its result, and the signature of ``right``."""
 
     @functools.wraps(right)
     def operator(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """A plugin module: a vendor whose kernels are the reference's functions, for every operator.
 
-It is registered as an out-of-tree set is, so that what goes through the kit with it proves
-the machinery and not a kernel.
+It is registered as an out-of-tree set is: running the kit on it tests the kit and the dispatch,
+not kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running pytest and te-fl in processes of their own, as a vendor would."""
+"""Runs pytest and te-fl in separate processes, as a vendor would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TE_FL = ("-m", "transformer_engine_fl")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did."""
+    """A command's exit status and output."""
 
     code: int
     out: str
@@ -25,7 +25,7 @@ class Ran:
 class Vendor:
     """An empty directory in which the package is installed with its entry points.
 
-    The entry points are those of pyproject.toml, whatever the environment was made with.
+    The entry points are read from pyproject.toml, not from the installed metadata.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class Vendor:
         }
 
     def run(self, *command: str, plugin: str = "kit_loopback", **variables: str) -> Ran:
-        """Run a command; a shell line if it is one string."""
+        """Run a command in the directory; a single string is run by the shell."""
         done = subprocess.run(
             command[0] if len(command) == 1 else command,
             shell=len(command) == 1,
@@ -62,11 +62,11 @@ class Vendor:
         return Ran(done.returncode, done.stdout, done.stderr)
 
     def pytest(self, *arguments: str, plugin: str = "kit_loopback") -> Ran:
-        """Run pytest there."""
+        """Run pytest in the directory."""
         return self.run(
             sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, plugin=plugin
         )
 
     def te_fl(self, *arguments: str, plugin: str = "kit_loopback") -> Ran:
-        """Run te-fl there."""
+        """Run te-fl in the directory."""
         return self.run(sys.executable, *TE_FL, *arguments, plugin=plugin)

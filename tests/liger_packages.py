@@ -1,7 +1,7 @@
 """Vendors' packages in Liger-Kernel's style, as its guide describes them, for tests to write.
 
-They know nothing of this project. Their kernels are plain torch on any device, and note in
-``CALLS`` that they have run.
+The packages do not refer to this project. Their kernels are plain torch for any device, and
+record their runs in ``CALLS``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def write(
     ops: str = OPS,
     kernels: str = KERNELS,
 ) -> Path:
-    """A package of that name in ``folder``."""
+    """Write a package ``name`` into ``folder``."""
     package = folder / name
     (package / "ops").mkdir(parents=True)
     (package / "__init__.py").write_text(declaration)
@@ -143,7 +143,7 @@ def write(
 def impl_info(
     name: str, devices: tuple[str, ...] = ("cpu",), default_devices: tuple[str, ...] | None = None
 ) -> str:
-    """The declaration of an implementation, by default on all its devices."""
+    """The declaration of an implementation; ``default_devices`` are all its devices if None."""
     default = devices if default_devices is None else default_devices
     return IMPL_INFO.format(name=name, devices=devices, default_devices=default)
 

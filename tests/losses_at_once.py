@@ -1,4 +1,4 @@
-"""Losses of the operators of cross entropy that make gradients in the forward."""
+"""Checks the losses of cross entropy operators that calculate gradients in the forward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.testing import compare
 
 LOGITS, LINEAR = "cross_entropy", "fused_linear_cross_entropy"
-_GRAD_LOSS = {LOGITS: 2, LINEAR: 3}  # where they take it
+_GRAD_LOSS = {LOGITS: 2, LINEAR: 3}  # position of grad_loss in the arguments
 
 
 def checking_losses(check: Callable[..., Any]) -> Callable[..., None]:
-    """As ``check`` does, and the losses as exactly as the forward's contract has them."""
+    """``check``, with the losses held to the tolerance of the forward's contract as well."""
 
     def check_at_once(name: str, *args: Any, **options: Any) -> None:
         found = check(f"{name}_fwd_bwd", *args, **options)[:2]

@@ -167,5 +167,5 @@ EPILOGUES_OF_EACH_KIND = (
     "swiglu_quantize",
     "dbias_dgelu_quantize",
 )
-"""Where kernels run slowly the others are held to less: all are made of what activations, norms
-and casts are tested with."""
+"""Where kernels run slowly, the other epilogues get fewer cases: all consist of parts that the
+tests of activations, norms and casts cover."""

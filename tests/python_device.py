@@ -1,10 +1,11 @@
-"""A device of another make, in Python: PrivateUse1 under the name ``chip``, computed on the CPU.
+"""A PrivateUse1 device in Python under the name ``chip``, which calculates on the CPU.
 
-torch's own support for such backends gives tensors their device, its module and its guards;
-every operator that reaches the device's key runs on the CPU tensor behind each tensor of the
-device. A raw kernel has nothing there to point at, as with a chip that it was not written for.
-A process can have one such device, and keeps it; autograd counts on it only if it came before the
-first backward, and can then do no more in a forked child. So it has a process of its own.
+torch's support for such backends provides the tensors' device, its module and its guards. An
+operator that is dispatched to the device's key runs on CPU tensors: each ``chip`` tensor is a
+shell over the memory of one, so a raw kernel finds no address in it. A process can have one such
+device and cannot remove it. Autograd supports it only if it was registered before the first
+backward, and then no longer works in a forked child. Tests on it therefore run in a separate
+process.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ MULTIPROCESSORS = 24
 
 
 class Chip:
-    """What becomes ``torch.chip``.
+    """The module that torch exposes as ``torch.chip``.
 
     Attributes:
-        asked: how often its properties were read, for which a device must be running.
+        asked: how often the device's properties were read, which initialises a device.
     """
 
     asked = 0
@@ -56,7 +57,7 @@ class Chip:
 
 
 _memory: dict[int, torch.UntypedStorage] = {}
-"""What is behind each storage of the device, by the storage's address."""
+"""The CPU memory of each of the device's storages, by the address of the storage object."""
 
 
 def is_chip(value: Any) -> bool:
@@ -65,7 +66,7 @@ def is_chip(value: Any) -> bool:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU tensor with the memory of a tensor of the device."""
+    """The CPU tensor over a ``chip`` tensor's memory, the CPU for the device, others unchanged."""
     if is_chip(value):
         memory = _memory[value.untyped_storage()._cdata]
         cpu = torch.empty(0, dtype=value.dtype)
@@ -75,19 +76,21 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _on_chip(held: torch.Tensor, given: dict[tuple[int, torch.dtype], torch.Tensor]) -> Any:
-    """The tensor of the device with a CPU tensor's memory; a view of what was given, if it is."""
+    """The ``chip`` tensor over a CPU tensor's memory; a view of the argument in ``given`` that has
+    the same storage and dtype, if there is one.
+    """
     memory = held.untyped_storage()
     shell = given.get((memory._cdata, held.dtype))
     if shell is None:
         shell = torch._C._acc.create_empty_tensor(held.shape, held.dtype)
         _memory[shell.untyped_storage()._cdata] = memory
-    # What compiled code uses: it asks nothing of the memory, of which the shell has none.
+    # The operator that compiled code uses: it does not look at the memory, and the shell has none.
     sizes = (held.shape, held.stride(), held.storage_offset())
     return torch.ops.inductor._reinterpret_tensor(shell, *sizes)
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operator on the memory of its arguments."""
+    """Run an operator on the CPU tensors of its arguments."""
     tensors = [it for it in _pytree.tree_leaves((args, kwargs)) if is_chip(it)]
     on_cpu = {id(it): _on_cpu(it) for it in tensors}
     same = {id(on_cpu[id(it)]): it for it in tensors}
@@ -99,7 +102,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         written = same.get(id(value))
         if written is None:
             return _on_chip(value, given)
-        if written.shape != value.shape:  # an output that the operator has given its size
+        if written.shape != value.shape:  # an output argument that the operator has resized
             written.data = _on_chip(value, {})
         return written
 
@@ -114,7 +117,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 @functools.cache
 def bring_up() -> tuple[torch.library.Library, ...]:
-    """Make the device known to torch; what is returned keeps it so."""
+    """Register the device with torch, for as long as the returned libraries are kept."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=Chip())
     every = torch.library.Library("_", "IMPL")
     every.fallback(_run, DISPATCH_KEY)

@@ -1,6 +1,6 @@
-"""Work of several processes, one of them on each device, and what they bring home.
+"""Distributed test cases: one process for each rank, whose results are collected.
 
-The device is an argument: "cuda" takes one GPU for each rank and NCCL, "cpu" gloo.
+The device is an argument: "cuda" uses one GPU for each rank and NCCL, "cpu" uses gloo.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ STEPS: Final = 2
 def of_all_ranks(
     folder: Path, device: str, prefer: str, shape: Shape, dtype: torch.dtype, timeout: float
 ) -> list[dict[str, Any]]:
-    """What each rank has made of each of the works, on the CPU; of one that failed, a text.
+    """Each rank's results of :data:`WORKS` on the CPU; for work that failed, its traceback.
 
     Raises:
-        TimeoutError: the processes did not end in time. None of them is left.
+        TimeoutError: the processes did not end in time. They have been killed.
     """
     ends = time.monotonic() + timeout
     context = torch.multiprocessing.start_processes(
@@ -47,7 +47,7 @@ def of_all_ranks(
         while not context.join(max(0.1, ends - time.monotonic())):
             if time.monotonic() > ends:
                 raise TimeoutError(f"the ranks took more than {timeout} seconds")
-    except ProcessException:  # a work has failed; which one is in what was saved
+    except ProcessException:  # some work has failed; the saved results say which
         if not all((folder / f"{rank}.pt").exists() for rank in range(RANKS)):
             raise
     finally:
@@ -77,7 +77,7 @@ def _rank(rank: int, folder: Path, kind: str, prefer: str, shape: Shape, dtype: 
             results[name] = transformed(work(rank, device, shape, dtype), lambda it: it.cpu())
         except Exception:  # noqa: BLE001 the test of this work says it; others have been done
             results[name] = traceback.format_exc()
-            break  # the other rank may wait for this one
+            break  # in a further collective, the other rank might not take part
         finally:
             torch.save(results, folder / f"{rank}.pt")
     else:
@@ -90,7 +90,7 @@ def _rank(rank: int, folder: Path, kind: str, prefer: str, shape: Shape, dtype: 
 
 
 def wide_logits(dtype: torch.dtype, rows: int = 64, words: int = 65_536) -> tuple[Tensor, Tensor]:
-    """The same on every rank; targets in both halves, and one that is ignored."""
+    """Logits and targets, the same on every rank: targets in both shards, and one ignored."""
     generator = torch.Generator().manual_seed(6)
     logits = (3 * torch.randn((rows, words), generator=generator)).to(dtype)
     target = torch.randint(words, (rows,), generator=generator)
@@ -119,7 +119,7 @@ def _own_part(rank: int, device: torch.device, shape: Shape) -> list[tuple[Tenso
 
 
 def _data_parallel(rank: int, device: torch.device, shape: Shape, dtype: torch.dtype) -> Any:
-    """Losses, the gradients of the first step, and the parameters after all."""
+    """Losses, the gradients of the first step, and the trainer's state after the last."""
     model = GPT(shape, device, dtype)
     ids = [device.index] if device.type == "cuda" else None
     parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
@@ -136,14 +136,16 @@ def _data_parallel(rank: int, device: torch.device, shape: Shape, dtype: torch.d
 
 
 def _fully_sharded(rank: int, device: torch.device, shape: Shape, dtype: torch.dtype) -> Any:
-    """The loss, whole gradients, and what Adam made of shards and of the whole."""
+    """The loss, the full gradients, and the parameters after a step of Adam on full tensors and
+    after one on shards.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # Parameters in float32, of which each rank has a part; products in the narrow dtype.
+    # Each rank holds a shard of the float32 parameters; matrix products run in ``dtype``.
     model = GPT(shape, device, dtype).float()
     mesh = init_device_mesh(device.type, (RANKS,))
-    # The angles of the rotary embedding are float32 whatever the products are.
+    # Without casts of inputs, the angles of the rotary embedding stay float32.
     narrow = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=narrow)
@@ -167,7 +169,7 @@ def _fully_sharded(rank: int, device: torch.device, shape: Shape, dtype: torch.d
 
 
 def sequences(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Queries, keys and values, the gradient of the output, ``thd``, and where sequences begin."""
+    """Queries, keys, values and the gradient of the output, all ``thd``, and ``cu_seqlens``."""
     generator = torch.Generator().manual_seed(8)
     cu_seqlens = torch.tensor([0, 32, 48, 176, 192], dtype=torch.int32)
     total, heads, kv_heads, head = 192, 4, 2, 32
@@ -177,7 +179,7 @@ def sequences(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _exchanged(rank: int, tensor: Tensor, like: Tensor) -> Tensor:
-    """Send to the other rank, and return what it sends, which is as large as ``like``."""
+    """Send to the other rank, and return what it sends: a tensor of ``like``'s shape."""
     received, other = torch.empty_like(like), 1 - rank
     tensor = tensor.contiguous()
     sending = dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, received, other)
@@ -187,13 +189,13 @@ def _exchanged(rank: int, tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _ring(rank: int, device: torch.device, shape: Shape, dtype: torch.dtype) -> Any:
-    """Tokens of this rank, and of them the output and the gradients of q, k and v."""
+    """Ring attention: this rank's token indices, and their output and gradients of q, k and v."""
     whole_q, whole_k, whole_v, whole_dout, cu_whole = (it.to(device) for it in sequences(dtype))
     mine = ops.thd_get_partitioned_indices(cu_whole, whole_q.shape[0], RANKS, rank).long()
     q, k, v, dout = (it[mine] for it in (whole_q, whole_k, whole_v, whole_dout))
     kv, cu, half = torch.stack((k, v)), cu_whole // RANKS, cu_whole // (2 * RANKS)
     theirs = _exchanged(rank, kv, kv)
-    lower = rank == 0  # whose queries see the other's keys with their second half alone
+    lower = rank == 0  # only the second half of rank 0's queries sees rank 1's keys
 
     def options(causal: bool, cu_q: Tensor, cu_kv: Tensor) -> dict[str, Any]:
         return {
@@ -236,7 +238,7 @@ def _ring(rank: int, device: torch.device, shape: Shape, dtype: torch.dtype) -> 
     )
     halves = {"first_half": "none" if lower else "add", "second_half": "add"}
     ops.thd_grad_correction(dq, dq_other, cu, **halves)
-    # The lower rank's queries have seen all keys of the other, whose have seen half of its own.
+    # Rank 0's queries saw all of rank 1's keys; rank 1's saw only the first half of rank 0's.
     like = dkv[:, ::2] if lower else dkv
     given = _exchanged(rank, torch.stack(dkv_other), like.contiguous())
     halves = {"first_half": "add", "second_half": "none" if lower else "add"}
@@ -251,4 +253,7 @@ WORKS: Final[dict[str, Callable[..., Any]]] = {
     "ring": _ring,
     "fully sharded": _fully_sharded,
 }
-"""One after another, in the same processes: of each, rank, device, sizes and dtype."""
+"""The cases, which run in this order in the same processes, by name.
+
+Each takes the rank, the device, the model's shape and the dtype.
+"""

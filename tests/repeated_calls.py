@@ -1,4 +1,7 @@
-"""Calls of an operator again and again, on other values, beside the ordinary way."""
+"""Compares repeated calls of an operator, on new values each time, with ordinary calls.
+
+An ordinary call runs the operator's own function, without a record of earlier calls.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ WRITING = (
     "thd_out_correction",
     "thd_second_half_lse_correction",
 )
-"""Operators that write some of their arguments, and are repeated."""
+"""Operators that write to arguments and whose calls can be repeated."""
 
 Operator = Callable[..., Any]
 
 
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is allocated holds a byte everywhere."""
+    """A mode in which every byte of newly allocated memory has a given value."""
 
     def __init__(self, byte: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,16 +61,16 @@ class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def renewed(
     sample: Sample, seed: int, *, shift: int = 0, apart: int = 0, offset: int = 0
 ) -> Sample:
-    """The call with other values in other memory.
+    """The call with permuted values in new memory.
 
-    What is no floating point number may say where to read, and stays as it is.
+    Only floating point values are permuted: integers may be indices or offsets.
 
     Args:
         sample: the call.
-        seed: of the order in which the values come.
-        shift: elements by which each tensor lies behind where it was allocated.
-        apart: elements by which the rows of matrices are farther apart.
-        offset: bytes by which each tensor lies farther behind.
+        seed: seeds the permutation.
+        shift: offset of each tensor in its allocation, in elements.
+        apart: elements of padding between the rows of contiguous tensors.
+        offset: further offset of each tensor, in bytes.
     """
 
     def new(value: Any) -> Any:
@@ -96,30 +99,31 @@ def _renewed(tensor: Tensor, seed: int, shift: int, apart: int) -> Tensor:
         whole = values.contiguous().view(-1)
         bits = whole.view(torch.uint8) if tensor.itemsize == 1 else whole
         values = bits[order].view(tensor.dtype).view(tensor.shape)
-    # What an expanded dimension holds is written once.
+    # Expanded dimensions (stride 0) are written once.
     once = tuple(slice(None) if stride else slice(1) for stride in strides)
     made[once].copy_(values[once])
     return made.requires_grad_() if tensor.requires_grad else made
 
 
 def ordinary(operator: Operator, call: Sample, byte: int) -> Any:
-    """What the operator itself gives in memory full of that byte."""
+    """The result of an ordinary call, with allocated memory filled with ``byte``."""
     plain: Operator = operator.__wrapped__  # type: ignore[attr-defined]
     with _Filled(byte):
         return plain(*call.args, **call.kwargs)
 
 
 def is_repeat(operator: Any, call: Sample) -> bool:
-    """Whether the call is like the last one that is known."""
+    """Whether the call can repeat the last recorded call; if so, it runs."""
     bound = inspect.signature(operator).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return operator.calls.last(*bound.args, **bound.kwargs) is not _repeats.MISS
 
 
 def check_same(operator: Operator, call: Sample, found: Any = None) -> None:
-    """Hold a call to the ordinary way, bit by bit but where that writes nothing.
+    """Assert that a call returns the same bits as an ordinary call, wherever that writes any.
 
-    Where that raises, the call must raise the same kind of error.
+    Where the ordinary call raises, the call must raise the same kind of error. Bytes that the
+    ordinary call leaves unwritten are those that differ with the fill of the allocated memory.
     """
     try:
         expected = [ordinary(operator, call, byte) for byte in (0, 255)]
@@ -143,9 +147,9 @@ def check_same(operator: Operator, call: Sample, found: Any = None) -> None:
 
 
 def check_written(operator: Operator, sample: Sample) -> None:
-    """Hold what calls of a row write, and return, to the ordinary way, bit by bit.
+    """Assert that repeated calls write and return the same bits as ordinary calls.
 
-    Autograd is told of it as often as there.
+    They must also advance the tensors' version counters, which autograd reads, as far.
     """
     _repeats.forget()
     for seed in range(_repeats.CALLS_BEFORE + 3):
@@ -178,7 +182,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def serves(operator: Operator, call: Sample) -> bool:
-    """Whether the operator takes the call at all."""
+    """Whether the operator takes the call, rather than declining it."""
     try:
         operator.__wrapped__(*call.args, **call.kwargs)  # type: ignore[attr-defined]
     except NotSupportedError:
@@ -187,7 +191,7 @@ def serves(operator: Operator, call: Sample) -> bool:
 
 
 def repeat(operator: Operator, sample: Sample) -> None:
-    """Call it so often that it is known, and forget what was known before."""
+    """Forget all recorded calls, then call the operator until this call is recorded."""
     _repeats.forget()
     for seed in range(_repeats.CALLS_BEFORE):
         call = renewed(sample, seed)
@@ -195,9 +199,10 @@ def repeat(operator: Operator, sample: Sample) -> None:
 
 
 def check(operator: Operator, sample: Sample) -> None:
-    """Hold every call of a row, each on values of its own, to the ordinary way.
+    """Compare a series of calls, each on new values, with ordinary calls.
 
-    Their memory is as aligned as a call that is repeated needs it, the last ones' no more.
+    All tensors have the alignment that a repeated call needs; those of the last two calls, at
+    offsets of 16 and 48 bytes, have no more than that.
     """
     _repeats.forget()
     for seed in range(_repeats.CALLS_BEFORE + 2):

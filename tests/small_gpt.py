@@ -1,6 +1,6 @@
-"""A small GPT on ``functional``, with a cache of keys and values, and an optimizer's step.
+"""A small GPT on ``functional``, with a KV cache and an optimizer.
 
-The device is an argument, so that what GPU tests do with it is tried on a CPU as well.
+The device is an argument, so that what the GPU tests do can also be tested on a CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 _SEEDED = threading.Lock()
-"""The generator that parameters come from is one for all threads."""
+"""Held while parameters are drawn: all threads share torch's default generator."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +53,32 @@ class Shape:
     context: int = 128
     batch: int = 4
     experts: int = 0
-    """Of the last layer; 0: it has none."""
+    """Experts of the last layer; 0: it is an ordinary layer."""
     topk: int = 4
     dropout: float = 0.1
     fused_gelu: bool = True
 
     @property
     def head(self) -> int:
-        """Features of a head."""
+        """Features of an attention head."""
         return self.width // self.heads
 
 
 def suited(shape: Shape, prefer: str) -> Shape:
-    """The shape for a set: vendor.cuda declines GELU within a product.
+    """The shape for a set of implementations: vendor.cuda declines a GELU fused into a GEMM.
 
-    Under a strict policy, in compiled code and in a graph that would be an error.
+    Declining is an error under a strict policy, in compiled code and in a CUDA graph.
     """
     return dataclasses.replace(shape, fused_gelu=not prefer.startswith("vendor"))
 
 
 LARGE = Shape()
 TINY = Shape(32, 2, 4, 2, 32, 48, context=16, batch=2)
-"""For a CPU, and for Triton's interpreter."""
+"""Sizes for a CPU, and for Triton's interpreter."""
 
 
 class Linear(nn.Module):
-    """``functional.linear``, or torch's own, which autocast knows."""
+    """``functional.linear``; if ``native``, torch's own, which autocast casts."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Linear(nn.Module):
 
 
 class Experts(nn.Module):
-    """A gated layer of each expert, behind a router."""
+    """A mixture of experts: a router, and a SwiGLU layer for each expert."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and the loss that keeps the loads alike."""
+        """The output, and the auxiliary loss that balances the experts' loads."""
         rows, topk, count = x.flatten(0, -2), self.shape.topk, self.shape.experts
         tokens = rows.shape[0]
         logits = self.router(rows).float()
         probs, chosen = functional.topk_router(logits, topk, score_function="sigmoid")
         scores, _ = functional.score_for_moe_aux_loss(logits, topk, score_function="sigmoid")
         loads = chosen.sum(0)
-        splits = [tokens] * count if topk == count else loads.tolist()  # which waits
+        splits = [tokens] * count if topk == count else loads.tolist()  # synchronises
         permuted, places = functional.moe_permute(rows, chosen, tokens * topk)
         hidden = functional.swiglu(functional.grouped_linear(permuted, list(self.up), splits))
         output = functional.grouped_linear(hidden, list(self.down), splits)
@@ -125,9 +125,10 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer; x in and out is what is added up, not normalized.
+    """Attention and a feed-forward layer; x, in and out, is the residual stream.
 
-    Of the kinds of code that there is, blocks of even and of odd numbers take another each.
+    Blocks of even and of odd numbers use different operators: one for q, k and v or one for each
+    in the rotary embedding, SwiGLU or GELU in the feed-forward layer.
     """
 
     def __init__(self, shape: Shape, number: int) -> None:
@@ -147,7 +148,7 @@ class Block(nn.Module):
             self.down = Linear(shape.hidden, width, bias=True)
 
     def rotated(self, packed: Tensor, freqs: Tensor, start: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values, ``bshd``."""
+        """Queries and keys after the rotary embedding, and values, all ``bshd``."""
         packed = packed.unflatten(-1, (self.shape.kv_heads, -1))
         options: Any = {"qkv_format": "bshd", "start_positions": start}
         if self.number % 2 == 0:
@@ -174,7 +175,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, freqs: Tensor, step: int = 0, cache: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x of the next block, and the experts' loss."""
+        """The next block's x, and the experts' auxiliary loss or None."""
         packed = self.qkv(functional.rms_norm(x, self.norm))
         q, k, v = self.rotated(packed, freqs, None if cache is None else cache[-1])
         if cache is None:
@@ -182,7 +183,7 @@ class Block(nn.Module):
         else:
             mixed = _of_the_cached(q, k, v, *cache[:-1])
         mixed = self.dropout(self.projection(mixed.flatten(2)), step, 0)
-        # Autocast gives bfloat16 to be added to float32.
+        # Under autocast, ``mixed`` is bfloat16 and x float32.
         normed, x = functional.rms_norm_add(mixed.to(x.dtype), x, self.second_norm)
         output, aux = self.feed_forward(normed)
         return x + self.dropout(output, step, 1), aux
@@ -191,7 +192,7 @@ class Block(nn.Module):
 def _of_the_cached(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, new: Tensor, all_: Tensor
 ) -> Tensor:
-    """Attention to what is cached and what is new, which is cached then."""
+    """Append the new keys and values to the cache, then attend to all that are cached."""
     ops.copy_to_kv_cache(k, v, keys, values, new, all_, qkv_format="bshd")
     rows = q.shape[0]
     return functional.attention(
@@ -205,7 +206,7 @@ def _of_the_cached(
 
 
 class Cache:
-    """Keys and values of each layer and row, and how many there are; the rest is NaN."""
+    """Keys and values of each layer and row, and how many each row has; unused places are NaN."""
 
     def __init__(self, model: GPT, rows: int) -> None:
         shape, like = model.shape, model.tokens
@@ -218,7 +219,7 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=like.device)
 
     def keep(self, rows: Tensor) -> None:
-        """Move what is cached of these rows, int32, to the first ones, in this order."""
+        """Move these rows (int32) of the cache to the first rows, in this order."""
         count = len(rows)
         lengths = torch.zeros_like(self.lengths)
         lengths[:count] = self.lengths[rows.long()]
@@ -237,9 +238,9 @@ def _sums(lengths: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Words in, the loss of the words that follow out.
+    """Returns the loss of predicting the next words.
 
-    The parameters follow from the shape alone, whatever the device and the dtype.
+    The parameters depend on the shape alone, up to rounding to the dtype.
     """
 
     def __init__(self, shape: Shape, device: Any = "cpu", dtype: Any = torch.float32) -> None:
@@ -259,10 +260,10 @@ class GPT(nn.Module):
         self.register_buffer("freqs", angles[:, None, None].to(device))
 
     def hidden(self, tokens: Tensor, step: int = 0) -> tuple[Tensor, Tensor | None]:
-        """What the head gets, and the experts' loss."""
+        """The input of the head, and the experts' auxiliary loss or None."""
         x, aux = F.embedding(tokens, self.tokens), None
         for block in self.blocks:
-            x = x.to(block.norm.device)  # a pipeline may have them on several
+            x = x.to(block.norm.device)  # a pipeline may have its blocks on several devices
             freqs = self.freqs.to(x.device)
             if self.checkpointed:
                 x, more = checkpoint(block, x, freqs, step, use_reentrant=False)
@@ -272,7 +273,9 @@ class GPT(nn.Module):
         return functional.layer_norm(x, self.norm.to(x.device), self.norm_bias.to(x.device)), aux
 
     def forward(self, tokens: Tensor, following: Tensor, step: int = 0, way: str = "fused") -> Any:
-        """The loss; ``way``: in which it is calculated, "fused", "at once" or "logits"."""
+        """The loss. ``way``: "fused" into the head, with its gradients in the forward ("at once"),
+        or from "logits".
+        """
         hidden, aux = self.hidden(tokens, step)
         following = following.to(hidden.device)
         if way == "logits" or self.head.native:
@@ -288,7 +291,7 @@ class GPT(nn.Module):
         return loss if aux is None else loss + aux
 
     def serve(self, tokens: Tensor, new: Tensor, cache: Cache) -> Tensor:
-        """The logits behind the last new word of each row, ``new`` of which are new, int32."""
+        """The logits after the last new word of each row, which has ``new`` (int32) new words."""
         rows = tokens.shape[0]
         before = cache.lengths[:rows].clone()
         sums = _sums(new), _sums(before + new)
@@ -300,14 +303,15 @@ class GPT(nn.Module):
         return self.head(functional.layer_norm(last, self.norm, self.norm_bias))
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """All logits, without a cache."""
+        """The logits after every word, without a cache."""
         return self.head(self.hidden(tokens)[0])
 
 
 class Trainer:
-    """A model, and Adam behind clipped gradients, all of whose numbers are on the device.
+    """A model, and Adam on clipped gradients, whose learning rate and state are on the device.
 
-    Its eps is large, so that a step is not made of the signs of gradients that rounding decides.
+    A small eps would make the first steps depend on the signs of gradients, which rounding decides
+    where these are tiny; hence a large one.
     """
 
     def __init__(self, model: GPT, lr: float = 3e-3, largest: float = 1.0) -> None:
@@ -323,12 +327,12 @@ class Trainer:
         self.lr = torch.full((1,), lr, device=like.device)
 
     def state(self) -> list[Tensor]:
-        """All that a step changes."""
+        """Every tensor that a step changes."""
         return [*self.params, *(self.masters or ()), *self.moments[0], *self.moments[1], self.step]
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """A step of Adam by the gradients that there are; their norm."""
+        """A step of Adam with the current gradients; returns their norm before clipping."""
         grads = [it.grad for it in self.params]
         norm, _ = ops.multi_tensor_l2norm(grads, noop_flag=self.noop)
         factor = (self.largest / (norm + 1e-6)).clamp(max=1.0)
@@ -347,14 +351,14 @@ class Trainer:
         return norm
 
     def one(self, batch: Sequence[Tensor], **options: Any) -> Tensor:
-        """A step but for what frees the gradients; its loss."""
+        """A step that leaves the gradients in place; returns its loss."""
         loss = self.model(*batch, **options)
         loss.backward()
         self.update()
         return loss.detach()
 
     def train(self, given: Iterable[Sequence[Tensor]], **options: Any) -> list[Tensor]:
-        """A step for each of the batches; the losses, on the device."""
+        """A step for each of the batches; returns the losses, on the device."""
         losses = []
         for number, batch in enumerate(given):
             losses.append(self.one(batch, step=number, **options))
@@ -362,7 +366,7 @@ class Trainer:
         return losses
 
     def train_in_a_graph(self, given: Sequence[Sequence[Tensor]], **options: Any) -> list[Tensor]:
-        """The same by replays of one captured step, so that dropout has the masks of step 0."""
+        """``train`` by replays of one captured step: dropout uses the masks of step 0 each time."""
         state = [it.detach().clone() for it in self.state()]
         place = [it.clone() for it in given[0]]
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()
@@ -373,7 +377,7 @@ class Trainer:
                 leave_no_gradients(self.model)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Its own default stream is of one device for good.
+        # torch.cuda.graph's default stream stays on the device on which it was first created.
         with torch.cuda.graph(graph, stream=side):
             loss = self.one(place, **options)
         with torch.no_grad():
@@ -389,14 +393,14 @@ class Trainer:
 
 
 def leave_no_gradients(model: nn.Module) -> None:
-    """Free them, as optimizers do."""
+    """Free the gradients, as optimizers do."""
     for parameter in model.parameters():
         parameter.grad = None
 
 
 @functools.cache
 def _on_the_host(shape: Shape, count: int, seed: int) -> tuple[Tensor, ...]:
-    """Words each of which says, but for some noise, what follows: there is something to learn."""
+    """Words that each determine the next one, but for 20 % noise: the model can learn the rule."""
     generator = torch.Generator().manual_seed(seed)
     size = (count, shape.batch, shape.context + 1)
     noise = torch.randint(shape.words, size, generator=generator)
@@ -409,18 +413,18 @@ def _on_the_host(shape: Shape, count: int, seed: int) -> tuple[Tensor, ...]:
 
 
 def batches(shape: Shape, count: int, device: Any, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Words, and those that follow, the same on every device."""
+    """Batches of words and the words that follow them, the same on every device."""
     words, following = (it.to(device) for it in _on_the_host(shape, count, seed))
     return list(zip(words.unbind(), following.unbind(), strict=True))
 
 
 def exact(model: GPT, dtype: torch.dtype = torch.float32) -> GPT:
-    """The same model, with the same parameters, to be calculated more exactly."""
+    """A copy of the model in ``dtype``, for more exact results."""
     return copy.deepcopy(model).to(dtype)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    """Of all parameters, by ``backward()``."""
+    """The gradients of all parameters, by ``backward()``."""
     leave_no_gradients(model)
     loss.backward()
     found = [it.grad for it in model.parameters()]
@@ -430,7 +434,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def error(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """The norm of the error over the norm of what is right, all tensors together."""
+    """The norm of the error relative to that of the expected values, over all tensors."""
     errors, norms = 0.0, 0.0
     for one, two in zip(found, right, strict=True):
         errors += float((one.double() - two.double().to(one.device)).square().sum())

@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA driver, which notes how kernels are started with it."""
+"""A stub of the CUDA driver that records kernel launches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _TYPES: dict[str, Any] = {
 
 
 class StubDriver:
-    """Notes what each launch is given.
+    """Records each launch's configuration and arguments.
 
     Attributes:
-        arguments: of each function that may be launched its parameters, as ``Geometry`` has them.
-        codes: what the next launches give.
-        meeting: where a launch waits for others before it looks at what it was given.
-        launches: how (the function, the grid, the block, the bytes of shared memory, the stream,
-            the attributes) and with which arguments.
-        noting: is given those as well.
-        launch: the driver's function, of which ctypes knows as little as of the real one.
+        arguments: by function handle, the types of its parameters, in ``Geometry``'s notation.
+        codes: the error codes that the next launches return.
+        meeting: a barrier at which a launch waits for others before it reads its arguments.
+        launches: for each launch, its configuration (function, grid, block, bytes of shared
+            memory, stream, attributes) and its arguments.
+        noting: a callback that gets each entry of ``launches``.
+        launch: the launch function, without argument types in ctypes, like the real driver's.
     """
 
     def __init__(self) -> None:

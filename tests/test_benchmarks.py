@@ -20,7 +20,7 @@ import torch
 from transformer_engine_fl import ops as operators
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts import their neighbours by name
+sys.path.insert(0, str(BENCHMARKS))  # the scripts import each other by name
 
 import measuring  # noqa: E402
 import ops as suite  # noqa: E402
@@ -54,7 +54,7 @@ def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "dispatch_overhead.json").read_text(encoding="utf-8"))
     cases = results["cases"]
     assert cases["direct call"]["added_us"] == 0.0
-    # Wide enough for any machine: a dispatch costs something, and far less than custom_op.
+    # True on any machine: a dispatch costs something, and far less than custom_op.
     assert 0.0 < cases["manager.call"]["added_us"] < cases["torch.library.custom_op"]["added_us"]
     assert set(results["budgets"]) >= {"manager.call", "bound handle", "plan"}
     assert results["environment"].keys() >= {"device", "cpu", "python", "torch"}
@@ -105,10 +105,10 @@ def test_who_asks_a_generator_for_help_has_nothing_written(script: str) -> None:
 
 
 def test_twenty_plugins_cost_little_at_the_start_and_nothing_at_a_dispatch() -> None:
-    """Three times the budget, in the processor's time, as this machine may be slow and busy.
+    """Allows three times the budget, in CPU time, as this machine may be slow and busy.
 
-    Each process sees to it that its plugins were loaded in what it timed. Which of two starts
-    took longer is no question here: on a busy machine starts differ by more than the plugins.
+    Each process checks that the timed part loaded its plugins. The test does not require that
+    plugins make a start longer: on a busy machine, starts differ by more than plugins cost.
     """
     results = plugin_costs.measure(processes=3)
     assert results["startup_cpu_ms"]["added"] < 3 * plugin_costs.STARTUP_BUDGET_MS
@@ -166,24 +166,24 @@ R, C = 24, 256
 @pytest.mark.parametrize(
     ("name", "shape", "bytes_by_hand"),
     [
-        # x and the output in two bytes, the weight, a float32 for each row
+        # 2-byte x and output, the weight, a float32 for each row
         ("rmsnorm_fwd", (R, C), 2 * R * C + 2 * C + 2 * R * C + 4 * R),
         ("swiglu", (R, C), 2 * R * 2 * C + 2 * R * C),
         ("dbias_dgelu", (R, C), 2 * 2 * R * C + 2 * R * C + 2 * C),
         # the mask is a bit for each element
         ("dropout_fwd", (R, C), 2 * R * C + 2 * R * C + R * C // 8),
-        # logits, their gradient, int64 targets, float32 losses; lse is nobody's output
+        # logits, their gradient, int64 targets, float32 losses; lse is not an output
         ("cross_entropy fwd+bwd", (R, C), 2 * R * C + 8 * R + 2 * R * C + 4 * R),
         ("quantize 1x128", (128, C), 2 * 128 * C + 128 * C + 4 * 128 * C // 128),
         ("quantize nvfp4", (128, C), 2 * 2 * 128 * C + 128 * C // 2 + 128 * C // 16 + 4 + 4),
-        # below the diagonal 36 of 64 places are read, all are written
+        # 36 of 64 elements (up to the diagonal) are read, all are written
         ("scaled_upper_triang_masked_softmax_forward", (2, 8, 8), 2 * 2 * 36 + 2 * 2 * 64),
         ("scaled_upper_triang_masked_softmax_backward", (2, 8, 8), 2 * 2 * 2 * 36 + 2 * 2 * 64),
         # float32: gradients read, parameters and two moments read and written
         ("multi_tensor_adam", (1, 8), 7 * 4 * (4 * 64 + 12 * 8)),
         ("multi_tensor_scale", (1, 8), 2 * 4 * (4 * 64 + 12 * 8)),
         ("multi_tensor_l2norm", (1, 8), 4 * (4 * 64 + 12 * 8) + 4),
-        # bfloat16 gradients read, parameters written; float32 masters and moments both
+        # bfloat16 gradients read, parameters written; float32 masters and moments read and written
         ("multi_tensor_adam bfloat16, float32 masters", (1, 8), 28 * (4 * 64 + 12 * 8)),
         # keys and values read and written, two times three int32 offsets read
         ("copy_to_kv_cache", (16, 2, 2, 8), 2 * 2 * 2 * 16 * 2 * 8 + 2 * 3 * 4),
@@ -203,7 +203,7 @@ def test_the_fewest_bytes_are_those_counted_by_hand(
         ("generic_gemm", (16, 32, 48), 2 * 16 * 32 * 48),
         ("te_general_grouped_gemm", (4, 64, 16, 32), 2 * 64 * 16 * 32),
         ("te_general_grouped_gemm weights of one tensor", (4, 64, 16, 32), 2 * 64 * 16 * 32),
-        # queries times keys, weights times values; half of the keys are seen
+        # QK^T and PV; the causal mask leaves half of the keys
         ("fused_attn_fwd causal", (1, 4, 8, 16), 2 * 2 * 4 * 8 * 8 * 16 / 2),
         ("fused_attn_bwd without a mask", (1, 4, 8, 16), 5 * 2 * 4 * 8 * 8 * 16),
         ("fused_linear_cross_entropy fwd+bwd", (6, 8, 40), 3 * 2 * 6 * 8 * 40),
@@ -259,7 +259,7 @@ def test_who_reads_the_first_lines_of_the_list_alone_is_shown_no_traceback() -> 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the script for rmsnorm_fwd as if there were a GPU."""
+    """Runs ops.py for rmsnorm_fwd as if there were a GPU; ``row`` stands in for a measured row."""
 
     def ask(row: dict[str, Any], *arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["ops.py", "--op", "rmsnorm_fwd", "--quick", *arguments])
@@ -373,7 +373,7 @@ def peer_error(peer: str, name: str) -> float | None:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_torch_in_its_own_words_does_what_the_operator_does(name: str) -> None:
     ratio = peer_error("torch.eager", name)
-    # Rounding after every step comes to several times what is allowed; what is wrong, to hundreds.
+    # Rounding after every step gives several times the allowed error; a wrong formula, hundreds.
     assert ratio is not None
     assert ratio < 64
 
@@ -414,7 +414,7 @@ def measured(
     peers: tuple[str, ...] = (),
     timer: Callable[..., float] = fake_median,
 ) -> dict[str, Any]:
-    """A row on the CPU, whose times mean nothing."""
+    """Measure a row on the CPU; its times are meaningless."""
     monkeypatch.setattr(suite, "median_ms", timer)
     own = {peer: PEERS[peer][name] for peer in peers}
     monkeypatch.setattr(suite, "peers_of", lambda _: own)
@@ -477,7 +477,7 @@ def test_another_implementation_is_not_measured_under_the_name_of_one_that_decli
 def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Two steps on the same parameters would be outside of what is allowed.
+    # A second step on the same parameters would exceed the allowed error.
     row = measured(
         monkeypatch, "multi_tensor_adam", "reference.torch", peers=("torch._fused_adamw_",)
     )
@@ -488,7 +488,7 @@ def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
 def test_candidates_take_turns_where_operations_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a device that gets slower with every measurement, the same work takes the same time."""
+    """Equal work gets nearly equal times even if each measurement is slower than the last."""
     order: list[int] = []
 
     def slower_each_time(work: Callable[[], Any], warmup: float, rep: float) -> float:

@@ -1,4 +1,4 @@
-"""Starting kernels by the CUDA driver: what it finds where."""
+"""Launching kernels through the CUDA driver: the layout of configuration and arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_driver_types_have_the_layout_of_cuda_h() -> None:
 def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them(
     first: tuple[int, ...],
 ) -> None:
-    """Those that lie before the configuration as well, which nothing else overwrites."""
+    """The pointers of ``first``, kept in front of the configuration, are found there as well."""
     geometry = _driver.Geometry(64, "PiqPf", 1024, cluster=4, dependent=True)
     prepared = _driver.Prepared(geometry, ctypes.c_void_p(77), first)
     values = (2**40 + 1, -3, -(2**40), 7, 0.5)

@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def _lines(example: str, **variables: str) -> list[str]:
-    """What an example prints, started from a folder that is not its own."""
+    """The lines that an example prints, started from a folder other than its own."""
     ours = ("TE_FL_", "TEFL_", "TRITON_INTERPRET")
     clean = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Slots through which programs that share a row exchange its sums: whose they are."""
+"""Slots through which programs that share a row exchange its sums: which launches share them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has launched nothing."""
+    """Start without slots, as in a process that has launched no kernel."""
     monkeypatch.setattr(_exchange, "_slots_by_stream", {})
 
 
@@ -119,7 +119,7 @@ def test_what_slots_cannot_be_made_for_is_raised(monkeypatch: pytest.MonkeyPatch
 def test_which_stream_has_slots_of_its_own(
     monkeypatch: pytest.MonkeyPatch, current: int, captured: bool, raw: int, found: int | None
 ) -> None:
-    capturing = {current: None, 1: captured}  # asked of another device, it says nothing of this one
+    capturing = {current: None, 1: captured}  # the current device's stream: no answer for another
     for name, function in (
         ("_cuda_getDevice", lambda: current),
         ("_cuda_isCurrentStreamCapturing", lambda: capturing[current]),

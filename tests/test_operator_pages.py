@@ -87,7 +87,9 @@ def test_a_backward_is_differentiable_by_no_function() -> None:
 
 
 def _calls() -> dict[str, list[tuple[Callable[[], object], set[str]]]]:
-    """Functions that call more than one operator, or one by a name that is put together."""
+    """Functions that call several operators, or build an operator's name: for each, calls and the
+    operators that they call.
+    """
     x, weight, target = torch.randn(4, 4), torch.randn(4, 4), torch.arange(4)
     mask, indices = torch.eye(4, dtype=torch.bool), torch.arange(4).reshape(4, 1)
     wanted = x.clone().requires_grad_(), weight.clone().requires_grad_()

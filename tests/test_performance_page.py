@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts import their neighbours by name
+sys.path.insert(0, str(BENCHMARKS))  # the scripts import each other by name
 
 import performance_page  # noqa: E402
 

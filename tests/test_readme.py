@@ -26,7 +26,7 @@ def _blocks(language: str) -> list[str]:
 
 
 def _cells(section: str) -> list[list[str]]:
-    """The rows of every table in a section, without the heads."""
+    """The cells of every table row in a section, without header rows."""
     text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
     return [
@@ -135,7 +135,7 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors of the headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     words = (
         re.sub(r"\]\(.*?\)", "", it).lower() for it in re.findall(r"^#+ (.*)$", text, flags=re.M)
@@ -181,7 +181,7 @@ def test_the_architecture_page_names_every_module_that_families_of_the_sets_shar
     for line in page.splitlines():
         folder = ""
         for path in re.findall(r"`([\w/]*\w\.py)`", line.split(" | ")[0]):
-            folder = path.rpartition("/")[0] or folder  # of `flagos/_a.py`, `_b.py` it is one
+            folder = path.rpartition("/")[0] or folder  # `flagos/_a.py`, `_b.py`: `_b.py` too
             named.add(f"{folder}/{path.rpartition('/')[2]}".removeprefix("backends/"))
     root = ROOT / "transformer_engine_fl" / "backends"
     modules = (str(path.relative_to(root)) for path in root.rglob("_[!_]*.py"))

@@ -1,8 +1,8 @@
-"""Triton's interpreter in less time: what it replaces for a launch, it replaces once.
+"""Makes Triton's interpreter faster: it patches ``triton.language`` once per launch.
 
-For a launch it puts functions of its own in the places of ``triton.language``'s, and takes
-them back afterwards. It looks for those places again at each call of a function within the
-kernel, and finds them done: half of an interpreted test's time, and more.
+The interpreter replaces functions of ``triton.language`` at a launch and restores them afterwards.
+It also searches for the functions to replace at each call of a function within the kernel, when
+all are replaced already; this takes half of an interpreted test's time or more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class _Nothing:
-    """What there is to take back where nothing was replaced."""
+    """A patch scope with nothing to restore."""
 
     def restore(self) -> None:
         pass
 
 
 class _OncePerLaunch:
-    """In place of ``_patch_lang(function)``, which replaces what a function's module sees."""
+    """Stands in for ``_patch_lang(function)``, which patches what a function's module imports."""
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self.patch = patch
@@ -42,7 +42,7 @@ class _OncePerLaunch:
 
                 scope.restore = restored
             return scope
-        if not seen <= done:  # Triton does not take back what a call within a kernel replaced
+        if not seen <= done:  # Triton does not restore what a call within a kernel has patched
             self.patch(function)
             done |= seen
         return _Nothing()
@@ -55,7 +55,7 @@ class _OncePerLaunch:
 
 
 def replace_once_per_launch() -> None:
-    """From now on, in this process, if it has a Triton that does so."""
+    """Patch once per launch from now on in this process, if Triton has ``_patch_lang``."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -66,7 +66,7 @@ def replace_once_per_launch() -> None:
 
 @contextmanager
 def as_triton_does() -> Iterator[None]:
-    """Within the block, as if this module were not there."""
+    """Within the block, Triton's interpreter patches as it does by itself."""
     from triton.runtime import interpreter
 
     ours = interpreter._patch_lang

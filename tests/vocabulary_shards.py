@@ -1,4 +1,4 @@
-"""One rank of a group that shares a vocabulary; a process of its own runs it."""
+"""Cross entropy on a vocabulary that is sharded over two ranks; each rank is a process."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ CALLS: Final[dict[str, dict[str, Any]]] = {
 WIDTHS: Final[dict[str, tuple[int, int]]] = {"equal": (7, 7), "unequal": (10, 4)}
 
 GRADIENTS: Final = torch.tensor([1.0, -2.0], dtype=torch.float64)
-"""Of the loss and of the part that z_loss makes."""
+"""The output gradients of the loss and of its z-loss part."""
 
 
 def logits_and_targets(
     label_smoothing: float = 0.0, ignore_index: int = -100, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The same on every rank: targets in both shards, at their ends, and ignored.
+    """Full logits and targets, the same on every rank: targets at both ends of the shards, ignored
+    ones, and others.
 
-    One row has nothing but masked words in the first shard; smoothing would make its loss
-    infinite.
+    In one row, all 7 words of the first of two equal shards are masked (-inf); not with label
+    smoothing, which would make its loss infinite.
     """
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn((3, 4, WORDS), generator=generator, dtype=torch.float64)
@@ -50,7 +51,7 @@ def logits_and_targets(
 
 
 def results_of(rank: int, device: Any = "cpu") -> dict[Any, tuple[Tensor, ...]]:
-    """For each way of sharing and each call, losses and the gradient of the rank's shard."""
+    """For each way of sharding and each call, the losses and the gradient of the rank's shard."""
     group = dist.group.WORLD
     assert group is not None
     results = {}
@@ -71,7 +72,7 @@ def results_of(rank: int, device: Any = "cpu") -> dict[Any, tuple[Tensor, ...]]:
 
 
 def run(rank: int, folder: Path) -> None:
-    """Save the results of a rank of two; a warning is an error here as in the other tests."""
+    """Save the results of one of two ranks; warnings are errors, as in the other tests."""
     warnings.simplefilter("error")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.save(results_of(rank), folder / f"{rank}.pt")

@@ -1,4 +1,4 @@
-"""Which implementation a call of the default manager comes to."""
+"""Finds the implementation that serves a call of the default manager."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["served"]
 
 
 def served(op_name: str, *args: Any, **kwargs: Any) -> str:
-    """Who serves a call."""
+    """The id of the first implementation that served ``op_name`` in the call."""
     manager = get_default_manager()
     names: list[str] = []
     undo = manager.monitor(lambda op, impl: names.append(impl.impl_id) if op == op_name else None)
