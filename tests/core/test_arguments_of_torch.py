@@ -1,4 +1,4 @@
-"""What contracts refuse of torch's tensors and Python's numbers, and whom a message blames."""
+"""Which tensors and numbers contracts refuse, and what a message names as the cause."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_message_names_the_line_of_a_decorated_implementation(
     assert f"KernelError: unwell (at {__file__}:" in said[0]
 
 
-# ----------------------------------------------------------------------------- travelling
+# ------------------------------------------------------------------- pickling and copying
 
 
 def test_the_default_manager_is_the_default_one_where_it_arrives() -> None:

@@ -34,7 +34,7 @@ def uncontracted(*fns: Callable[..., Any], **fields: Any) -> OpManager:
     return OpManager(registry, builtins=False, plugins=False)
 
 
-# -------------------------------------------------------------------------- what it is
+# ---------------------------------------------------------------------- what a handle is
 
 
 def test_a_handle_has_the_operators_own_signature_and_documentation() -> None:
@@ -95,7 +95,7 @@ def test_defaults_are_the_very_objects_of_the_signature() -> None:
     assert uncontracted(fn).bind("op")(1) is marker
 
 
-# ------------------------------------------------------------------------- what it follows
+# -------------------------------------------------------------- changes that it follows
 
 
 @pytest.mark.parametrize("name", ["scale", "fused_scale"])

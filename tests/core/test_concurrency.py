@@ -142,7 +142,7 @@ def test_a_failure_in_many_threads_at_once_is_warned_of_once(
 
 
 def in_lock_step(change: Callable[[int], str], look: Callable[[], set[str]]) -> None:
-    """After each change every thread's very next call must see it."""
+    """Assert that after each change the next call of every thread sees it."""
     barrier = threading.Barrier(THREADS)
     expected = [""]
 
@@ -168,7 +168,7 @@ def everywhere(manager: OpManager) -> Callable[[], set[str]]:
 
     def look() -> set[str]:
         found = {manager.call("scale", X), run(X), manager.pin("scale")(X)}
-        with policy_context(require=()):  # says nothing of interest, but has plans of its own
+        with policy_context(require=()):  # requires nothing, but the scope has plans of its own
             found |= {manager.call("scale", X), run(X)}
         return found
 
@@ -201,7 +201,7 @@ def test_a_registration_is_seen_by_the_next_call_in_every_thread(guarded: bool) 
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_what_was_built_while_the_policy_changed_is_not_kept(bound: bool) -> None:
-    """Here the change comes in the middle of building a plan, from the probe it asks."""
+    """The availability check that a plan calls while it is built changes the policy."""
 
     def probe() -> bool:
         set_global_policy(SelectionPolicy(prefer="reference"))
@@ -254,7 +254,9 @@ def test_the_machine_is_asked_once_by_many_threads() -> None:
 def test_a_probe_that_imports_what_calls_its_operator_meanwhile_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread has the probe and wants the module, the other the module and the answer."""
+    """One thread runs the probe and waits for the module's import lock; the other imports the
+    module and waits for the probe's answer.
+    """
     (tmp_path / "warms_up.py").write_text(
         "import test_world\n"
         "test_world.imported.set()\n"
@@ -287,7 +289,7 @@ def test_a_probe_that_imports_what_calls_its_operator_meanwhile_holds_nobody_up(
 
 
 def distinct_policies() -> list[dict[str, Any]]:
-    """1024 policies that name nothing unknown."""
+    """1024 different policies."""
     vendors = [f"v{place}" for place in range(9)]
     subsets = itertools.chain.from_iterable(
         itertools.combinations(vendors, size) for size in range(len(vendors) + 1)
@@ -320,7 +322,7 @@ def test_a_thousand_policies_leave_a_bounded_number_of_plans() -> None:
 
 def test_a_thousand_kinds_of_tensor_leave_a_bounded_memory() -> None:
     class Device(str):
-        """A device name that can be referred to weakly."""
+        """A device name that supports weak references."""
 
     manager = make_manager(impl("only", supports=lambda *args, **kwargs: True))
     devices: list[weakref.ref[Any]] = []
@@ -334,7 +336,7 @@ def test_a_thousand_kinds_of_tensor_leave_a_bounded_memory() -> None:
 
 def test_a_thousand_unknown_names_leave_nothing() -> None:
     class Name(str):
-        """A name that can be referred to weakly."""
+        """An operator name that supports weak references."""
 
     manager = make_manager(impl("only"))
     names: list[weakref.ref[Any]] = []

@@ -1,4 +1,4 @@
-"""With blocks: nested, entered again, shared, in threads and tasks, merged field by field."""
+"""Policies in with blocks: nested, re-entered, shared, in threads and tasks, merged by field."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_block_decides_who_serves_and_only_inside(manager: OpManager, way: str
         "resolve": lambda: manager.resolve("scale")(None),
         "explain": lambda: manager.get_selected_impl_id("scale"),
     }[way]
-    for _ in range(2):  # before any plan is kept, and after
+    for _ in range(2):  # without and with cached plans
         assert ask() == "default.flagos"
         with with_preference("reference"):
             assert ask() == "reference.torch"
@@ -61,7 +61,7 @@ def test_an_inner_block_replaces_the_fields_it_names_and_keeps_the_others() -> N
         outer = get_policy()
     assert inner.prefer == "vendor"
     assert inner.strict is True
-    assert inner.deny_vendors == {"a", "b", "c"}  # united, not replaced
+    assert inner.deny_vendors == {"a", "b", "c"}  # the union
     assert inner.per_op_order == {"x": ("flagos",)}
     assert outer.strict is False
     assert outer.deny_vendors == {"a", "b"}
@@ -308,7 +308,7 @@ def test_a_generator_ends_its_own_block_wherever_it_is_ended(manager: OpManager)
     generator = suspended()
     contextvars.copy_context().run(next, generator)
     with with_preference("vendor"):
-        generator.close()  # in a context that never entered it
+        generator.close()  # in a context that has not entered the block
         assert manager.call("scale", None) == "vendor.acme"
     assert active_scope() is ROOT
 

@@ -1,4 +1,4 @@
-"""Discovery: modules, entry points and what becomes of a plugin that breaks."""
+"""Discovery of plugins by module and entry point, and what follows if a plugin fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def register(registry):
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
-    """Writes a module and returns its name; ``{name}`` in the source stands for it."""
+    """Writes a module and returns its name, which replaces ``{name}`` in the source."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source: str = GOOD) -> str:
@@ -51,7 +51,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
 
 @pytest.fixture
 def distribution(tmp_path: Path) -> Callable[..., None]:
-    """Installs a distribution's metadata with these entry points of our group."""
+    """Installs a distribution's metadata with these entry points in the group te_fl.plugin."""
 
     def write(project: str, **points: str) -> None:
         info = tmp_path / f"{project}-1.0.dist-info"
@@ -188,7 +188,7 @@ def test_an_entry_point_that_names_no_module_is_left_out_alone(
 def test_a_plugin_of_a_distribution_with_broken_metadata_harms_nobody(
     metadata: bytes | None, plugin: Plugin, distribution: Callable[..., None], tmp_path: Path
 ) -> None:
-    """As an installation that was interrupted leaves it."""
+    """An interrupted installation leaves such metadata."""
     name = plugin()
     distribution("acme-kernels", acme=name)
     file = tmp_path / "acme-kernels-1.0.dist-info" / "METADATA"
@@ -280,7 +280,7 @@ def test_managers_that_share_a_registry_share_its_plugins(
 def test_a_plugin_may_ask_the_default_manager_while_it_registers(
     plugin: Plugin, modules: Callable[..., None]
 ) -> None:
-    """It finds what is registered so far instead of waiting for itself."""
+    """The manager answers from what is registered so far; the plugin does not wait for itself."""
     from transformer_engine_fl import get_default_manager
 
     name = plugin(
@@ -510,8 +510,8 @@ def register(registry):
 def test_what_breaks_at_the_first_call_is_named_and_the_next_serves(
     plugin: Plugin, modules: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A signature that does not fit, a name that is not there, a device that is absent, a
-    kernel that raises: each has its reason, and the last one serves."""
+    """A signature that does not fit, a missing name, an absent device, a kernel that raises: each
+    is reported with its reason, and the last candidate serves."""
     name = plugin(LATE)
     modules(name, plugin())
     manager = started()

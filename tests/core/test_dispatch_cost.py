@@ -1,8 +1,8 @@
-"""What a dispatch costs: counted in frames and calls where possible, timed generously else.
+"""What a dispatch costs: frames and calls are counted where possible, otherwise it is timed.
 
-The budgets are for a machine on which a dict look-up plus a call cost 0.04 us more than
-nothing, and scale with that. Tests allow three times as much, over the best of several
-repetitions, so that a busy machine does not fail them; the benchmark has the figures.
+The budgets are for a machine on which a dict look-up plus a call takes 0.04 us, and scale with
+that time. The best of several repetitions may take three times the budget, so that the tests pass
+on a busy machine; the benchmark has the figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fn(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
 
 
 def crowd(operators: int, impls: int, **fields: Any) -> OpManager:
-    """A manager with ``op_0`` to ``op_<operators - 1>``, each with so many implementations."""
+    """A manager with ``op_0`` to ``op_<operators - 1>``, with ``impls`` implementations each."""
     return make_manager(
         *(
             impl(f"impl.{place}", op_name=f"op_{op}", fn=fn, priority=-place, **fields)
@@ -65,7 +65,7 @@ def events(run: Callable[[], object]) -> tuple[list[str], list[str]]:
         run()
     finally:
         sys.setprofile(None)
-    return python, native[:-1]  # without setprofile itself
+    return python, native[:-1]  # without sys.setprofile
 
 
 def by_name(manager: OpManager) -> Callable[[], object]:
@@ -182,7 +182,7 @@ def test_a_plan_asks_only_its_own_operators_implementations() -> None:
 
 
 def best(run: Callable[[], object], number: int = 5000, repeat: int = 25) -> float:
-    """Microseconds for one run, at best."""
+    """Microseconds for one run, the lowest of the repetitions."""
     return min(timeit.repeat(run, number=number, repeat=repeat)) / number * 1e6
 
 
@@ -192,7 +192,7 @@ def statement(code: str, **names: Any) -> float:
 
 
 def added(code: str, **names: Any) -> tuple[float, float]:
-    """(what ``code`` costs over a direct call, the scale of the budgets), both measured now."""
+    """Measure (microseconds that ``code`` adds to a direct call, the scale of the budgets)."""
     nothing = statement("pass")
     direct = statement("fn(x)", fn=fn, x=X)
     look_up = statement("table['fn'](x)", table={"fn": fn}, x=X) - nothing
@@ -200,7 +200,7 @@ def added(code: str, **names: Any) -> tuple[float, float]:
 
 
 def within(budget: float, code: str, **names: Any) -> None:
-    for _ in range(4):  # another process may have had the machine for a while
+    for _ in range(4):  # another process may have slowed a measurement
         cost, scale = added(code, **names)
         if cost <= budget * scale * ALLOWANCE:
             return
@@ -265,7 +265,7 @@ def test_a_plan_of_ten_implementations_among_a_thousand_operators_is_built_in_ti
 
 
 def test_a_policy_change_drops_plans_without_touching_each_operator() -> None:
-    """Its price is paid by the next call of an operator, not for all operators at once."""
+    """A change costs as much for 1000 operators as for one: each plan is rebuilt when next used."""
     small, large = crowd(1, 1), crowd(1000, 10)
     for manager in (small, large):
         for name in manager.registry.list_operators():

@@ -48,7 +48,10 @@ SCALE_ALL: Contract[..., Any] = Contract(
 
 
 def manager_of(**behaviours: Any) -> OpManager:
-    """Vendor ``chip`` for tensors on a chip in float32, and a reference for everything."""
+    """An implementation of vendor ``chip`` for float32 on a chip, and a reference for all tensors.
+
+    ``behaviours`` gives exceptions that ``chip`` or ``reference`` raises.
+    """
 
     def made(name: str) -> Any:
         def fn(factor: float, parts: list[Any], *, flag: Any = None) -> str:
@@ -107,7 +110,7 @@ def test_half_written_lists_are_named_and_nothing_else_runs_on_them() -> None:
     with pytest.raises(PartialMutationError) as caught:
         manager.call("scale_all", 2.0, [CHIP])
     assert caught.value.tensors == ("parts",)
-    assert manager.call("scale_all", 2.0, [CHIP]) == "reference"  # in quarantine now
+    assert manager.call("scale_all", 2.0, [CHIP]) == "reference"  # chip is in quarantine
     assert manager_of(chip=NotSupportedError("no")).call("scale_all", 2.0, [CHIP]) == "reference"
 
 

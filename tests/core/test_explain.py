@@ -1,4 +1,4 @@
-"""Explanations for people: as text, as a table, as JSON, and for machines that are not here."""
+"""Explanations of decisions: as text, table and JSON, and for hypothetical machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_engine_fl import (
 
 @pytest.fixture
 def manager() -> OpManager:
-    """Candidates with one reason of each sort to be rejected on the CPU."""
+    """Candidates that are rejected on the CPU for different reasons, and two that are accepted."""
     return make_manager(
         impl("default.flagos", "flagos", priority=150, devices={"cuda"}),
         impl("vendor.acme", "vendor", vendor="Acme", priority=100, min_arch="sm_90"),
@@ -162,7 +162,7 @@ def test_an_operator_that_nobody_implements_is_explained() -> None:
 
 def test_the_selected_id_is_the_answer_for_this_machine(manager: OpManager) -> None:
     assert manager.get_selected_impl_id("scale") == "default.flagos"
-    with policy_context(prefer="vendor:zeta"):  # which is not available here
+    with policy_context(prefer="vendor:zeta"):  # zeta is not available here
         assert manager.get_selected_impl_id("scale") == "vendor.acme"
 
 
@@ -253,7 +253,7 @@ def test_what_if_judges_by_the_machine_named_and_not_by_this_one() -> None:
     newer = manager.explain_for("scale", device="cuda", arch="sm_90a", dtype="bfloat16")
     assert newer.selected is not None
     assert newer.selected.impl_id == "hopper"
-    assert asked == []  # this machine's answers say nothing of that one
+    assert asked == []  # probes describe this machine, not the one asked about
     assert "assumes that" in str(decision)
     assert json.loads(decision.to_json())["arch"] == "sm_80"
 

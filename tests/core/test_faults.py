@@ -1,6 +1,6 @@
-"""The fault table: what follows from each way an implementation can fail.
+"""The fault table: what follows from each way in which an implementation can fail.
 
-Every row runs by every route, with the failing candidate behind a guard and not.
+Every row runs by every route, with and without a guard in front of the candidates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ every_way = pytest.mark.parametrize(("route", "guarded"), EVERY_WAY)
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
-    """Makes a world the default one too, for calls through operator objects."""
+    """Makes a :func:`world` and makes it the default manager, for calls of operator objects."""
 
     def make(*args: Any, **fields: Any) -> OpManager:
         manager = world(*args, **fields)
@@ -69,7 +69,7 @@ def cuda_error(text: str) -> Callable[[], Exception]:
 
 
 def because(cause: Exception) -> Exception:
-    """As an implementation words in its own way what it has caught."""
+    """An error raised from ``cause``, as by an implementation that catches and rewords it."""
     try:
         raise ValueError("the workspace could not be had") from cause
     except ValueError as error:
@@ -81,7 +81,7 @@ def declined() -> Exception:
 
 
 class SpeechlessError(KernelError):
-    """Raises where it is asked what it says, as one whose ``str()`` expects what is not there."""
+    """An error whose ``str()`` raises, because it expects arguments that it has not been given."""
 
     def __str__(self) -> str:
         return str(self.args[7])
@@ -93,15 +93,15 @@ class SpeechlessDeclineError(NotSupportedError, SpeechlessError):
 
 @dataclass(frozen=True)
 class Row:
-    """One fault, and what the design says of it.
+    """One fault, and what must follow from it.
 
     Attributes:
-        fault: what the first candidate raises.
-        op_name: ``scale`` returns a tensor, ``scale_`` writes one.
-        in_place: the first candidate has written half when it fails.
-        raises: what the caller gets; None if the second candidate serves.
-        quarantined: the first candidate is set aside.
-        args: the arguments; the right ones unless given.
+        fault: makes the exception that the first candidate raises.
+        op_name: ``scale`` returns a tensor, ``scale_`` writes its argument.
+        in_place: whether the first candidate has written half of its argument when it fails.
+        raises: the exception that the caller gets; None if the second candidate serves.
+        quarantined: whether the first candidate is put into quarantine.
+        args: makes the arguments; valid ones by default.
     """
 
     name: str
@@ -305,7 +305,7 @@ def test_where_no_contract_says_what_is_written_the_implementation_does(
 def test_a_call_that_passes_nothing_to_write_falls_back(
     route: str, guarded: bool, into: Any, install: Callable[..., OpManager]
 ) -> None:
-    """An operator may write an argument that is optional."""
+    """The argument that the operator writes is optional: without it, a failure has no effect."""
 
     def failing(x: Any, factor: float = 2.0, *, into: Any = None) -> Any:
         raise KernelError("kernel")
@@ -470,7 +470,7 @@ def test_without_a_contract_an_operator_is_taken_to_mutate_unless_it_says_it_doe
 def test_without_a_contract_a_call_that_never_got_inside_is_no_fault(
     route: str, guarded: bool
 ) -> None:
-    """A mistake in the number or the names of the arguments cannot have written anything."""
+    """A wrong number or name of arguments raises before the body runs, so nothing was written."""
     first, second = Kernel(), Kernel()
     manager = world("acme_scale", first, second, guarded=guarded)
     for args, kwargs in (((ones(),), {"facter": 2.0}), ((ones(), 2.0, 3.0), {})):
@@ -484,7 +484,9 @@ def test_without_a_contract_a_call_that_never_got_inside_is_no_fault(
 def test_a_pin_and_a_handle_keep_the_rules_when_the_policy_has_changed_since(
     route: str, guarded: bool, install: Callable[..., OpManager]
 ) -> None:
-    """What was chosen under one policy fails when another is in force."""
+    """A pin keeps its implementation, whose failures follow the same rules; a handle follows the
+    new policy.
+    """
     first, second = Kernel(lambda: KernelError("half way"), in_place=True), Kernel(in_place=True)
     manager = install("scale_", first, second, guarded=guarded)
     with with_preference("impl:impl.0"):
@@ -624,7 +626,7 @@ def test_a_broken_predicate_is_told_once_and_the_callers_mistake_is_not(
         manager.registry.register_impl(
             OpImpl("scale", impl_id, "reference", Kernel(), priority=9, supports=broken)  # type: ignore[arg-type]
         )
-    manager.call("scale", 3)  # which the kernel of this test does not mind
+    manager.call("scale", 3)  # no tensor: the predicate fails, the kernel does not
     assert not caplog.records
     for _ in range(3):
         manager.call("scale", ones())
@@ -802,7 +804,7 @@ def test_a_bad_environment_is_an_error_at_each_call_until_it_is_mended(
 
 
 def test_initialisation_that_failed_is_tried_again_and_registers_all() -> None:
-    """Here it fails half-way: after some sets, before the others."""
+    """The first attempt ends after one source of implementations is installed."""
     from transformer_engine_fl.core import discovery
 
     manager = OpManager(plugins=False)

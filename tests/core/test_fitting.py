@@ -1,4 +1,4 @@
-"""Fitting a contract: which signatures are taken, which refused, and what an option costs."""
+"""Which signatures fit a contract, which do not, and what follows if one lacks an option."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def registered(fn: Callable[..., Any] | str, op_name: str = "blend") -> OpManage
     return OpManager(registry, builtins=False, plugins=False)
 
 
-# ------------------------------------------------------------------------- what is taken
+# --------------------------------------------------------------- signatures that are accepted
 
 FITTING: dict[str, Callable[..., Any]] = {
     "the contract's own": blend,
@@ -87,7 +87,7 @@ def test_a_required_keyword_may_also_be_taken_by_position(fn: Callable[..., Any]
     assert registered(fn, "gather").call("gather", 1, index=2, mode="clamp") is None
 
 
-# ------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------- signatures that are refused
 
 MISFITS: dict[str, tuple[Callable[..., Any], str]] = {
     "a required parameter is missing": (lambda x: None, r"required parameters are \['x'\]"),
@@ -176,7 +176,7 @@ def asked_by(supports: Callable[..., Any], op_name: str = "blend") -> OpManager:
 def test_a_predicate_that_no_call_can_be_asked_of_is_refused_at_registration(
     supports: Callable[..., Any], reason: str
 ) -> None:
-    """It would decline every call, and only ``explain`` would say so."""
+    """Registered, it would decline every call, and only ``explain`` would say so."""
     with pytest.raises(SignatureMismatchError, match=f"and {reason}\n") as caught:
         asked_by(supports)
     text = str(caught.value)
@@ -269,7 +269,7 @@ def test_without_a_contract_any_signature_is_taken() -> None:
     assert registered(math.hypot, "acme_op").call("acme_op", 3, 4) == 5.0
 
 
-# ---------------------------------------------------------------------- loaded when chosen
+# ----------------------------------------------------------------- imported when first chosen
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_a_string_is_imported_when_first_chosen_and_not_before(
     assert late_module in sys.modules
 
 
-# ------------------------------------------------------------ options that are not named
+# ----------------------------------------------- options that an implementation does not name
 
 
 def narrow(x: Any, y: Any) -> Any:
@@ -362,7 +362,7 @@ def test_an_option_that_is_not_named_counts_as_unsupported(
 
 
 class Unreadable(torch.Tensor):
-    """As on a device while a graph is captured: its elements cannot be read."""
+    """A tensor whose elements cannot be read, as on a device while a graph is captured."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -410,7 +410,7 @@ def test_what_is_named_is_passed_on_and_only_that() -> None:
     assert manager.call("blend", 1, 2, 0.1, None, mode="mean", scale=3.0) == (1, 2, 0.1, 3.0)
 
 
-# ------------------------------------------------------------- calls that do not fit it
+# ------------------------------------------------------- calls that do not fit the contract
 
 
 @pytest.mark.parametrize("first", [narrow, swallowing, full])
@@ -435,7 +435,7 @@ def test_an_operator_object_names_a_misspelt_argument() -> None:
 
 
 SURPLUS: list[tuple[Any, ...]] = [(1, 2, 0.5, None, "mean"), (1, 2, 0.5, None, "sum", 1.0, 42)]
-"""Keyword-only options by position, with their defaults and not, and more than there are."""
+"""Keyword-only options passed by position: a default value; other values, and one too many."""
 
 
 @pytest.mark.parametrize("args", SURPLUS)

@@ -1,4 +1,4 @@
-"""Fork: a child keeps what is registered, registers nothing twice and never hangs."""
+"""A forked child keeps registered implementations, registers none twice and never hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ X = StubTensor()
 
 
 def in_child(job: Callable[[], Any]) -> Any:
-    """What ``job`` returns in a forked child."""
+    """The result of ``job``, run in a forked child."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -63,7 +63,7 @@ def in_child(job: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Starts a job in another thread and waits for it at the end of the test."""
+    """Starts a job in another thread, which must end by the end of the test."""
     threads: list[threading.Thread] = []
 
     def start(job: Callable[[], object]) -> None:
@@ -97,7 +97,7 @@ def held(elsewhere: Callable[..., None]) -> Iterator[Callable[[ForkSafeLock], No
 
 
 def everything(manager: OpManager) -> list[str]:
-    """Uses every part of a manager that takes a lock."""
+    """Use every part of a manager that takes a lock."""
     before = [it.impl_id for it in manager.registry.get_implementations("scale")]
     manager.registry.register_impl(impl("of.child", priority=99))
     first = manager.call("scale", X)
@@ -193,7 +193,7 @@ SLOW = {
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Makes a module that can be imported; the flag is a file that it may write."""
+    """Writes an importable module; returns a path that replaces ``{flag}`` in its source."""
 
     def written(name: str, source: str) -> Path:
         flag = tmp_path / "begun"
@@ -259,7 +259,7 @@ def test_a_child_of_a_fork_while_an_implementation_was_imported_can_call_it(
 
 
 class SlowToFind:
-    """A finder of modules that takes its time over one of them, and leaves it to the others."""
+    """A module finder that delays the import of one module and finds none."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -330,7 +330,7 @@ def test_a_plugin_may_fork_while_it_registers(
 
 
 def test_an_implementation_may_fork_and_call_while_it_is_asked_whether_it_is_available() -> None:
-    """Child and parent both go on."""
+    """Neither the child nor the parent hangs."""
     answers = []
 
     def probe() -> bool:

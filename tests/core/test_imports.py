@@ -1,4 +1,4 @@
-"""What importing the package loads and costs, and which way the arrows point."""
+"""What importing the package loads and costs, and which packages may import which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAVY = ("torch", "triton", "cuda", "pydantic", "typer", "rich", "yaml", "numpy"
 
 
 def in_fresh_interpreter(statements: str) -> tuple[list[str], float]:
-    """(heavy modules loaded, CPU seconds) after statements in an interpreter of its own."""
+    """Run statements in a fresh interpreter: (heavy modules loaded, CPU seconds)."""
     code = (
         "import sys, time, json\n"
         "start = time.process_time()\n"
@@ -66,7 +66,7 @@ def test_the_names_that_are_offered_exist_and_are_sorted() -> None:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in it."""
+    """Every module that a file imports, in functions too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""A manager that nobody refers to is collected, and takes what it kept with it."""
+"""A manager without references is collected, with all that it kept."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_default_manager_is_forgotten_when_it_is_reset() -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_result_and_its_arguments_are_not_kept(guarded: bool) -> None:
     class Data(StubTensor):
-        """One that can be referred to weakly."""
+        """A stub tensor that supports weak references."""
 
     manager = make_manager(
         impl("echo", fn=lambda x: x, **({"devices": ("cpu",)} if guarded else {}))

@@ -31,7 +31,7 @@ def at_info(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selections(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages about who serves, so far."""
+    """The messages so far that name the implementation that serves."""
     return [it.getMessage() for it in caplog.records if it.getMessage().startswith("Op ")]
 
 
@@ -88,7 +88,7 @@ def test_a_selection_is_logged_when_first_used_and_when_it_changes(
     assert selections(caplog) == [flagos, reference]
     set_global_policy(SelectionPolicy(prefer="impl:reference.torch"))
     manager.call("scale", StubTensor())
-    assert selections(caplog) == [flagos, reference]  # the same one serves
+    assert selections(caplog) == [flagos, reference]  # the same implementation serves
     set_global_policy(None)
     manager.call("scale", StubTensor())
     assert selections(caplog) == [flagos, reference, flagos]

@@ -1,4 +1,4 @@
-"""Monitors are told of what serves, and change nothing of it."""
+"""Monitors are called with the implementation that serves, and do not affect the call."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_monitor_may_be_interrupted() -> None:
 
 
 def test_monitors_are_not_told_of_what_a_monitor_calls(caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise one that calls an operator would be told of that, and call it again."""
+    """Otherwise a monitor that calls an operator would be called for it, without end."""
     kernel = Kernel()
     manager = world("scale", kernel)
     told: list[Any] = []

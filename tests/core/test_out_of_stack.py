@@ -1,6 +1,6 @@
-"""A caller deep in recursion may leave a call too little stack: that is no fault of what is called.
+"""A RecursionError because the caller left too little stack is not a fault of the callee.
 
-Without it an implementation, a set or a plugin would be gone for the rest of the process.
+If it were, an implementation, a set or a plugin would be lost for the rest of the process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from transformer_engine_fl import OpImpl, OpManager, OpRegistry
 
 
 def hungry(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
-    """Needs more stack than is left there, and less than there is."""
+    """Needs more stack than :func:`deep` leaves, and less than the recursion limit."""
     climb(2 * LEFT)
     return x.mul_(factor)
 
 
 def wrapping(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
-    """As compilers do: an error of their own for whatever happened."""
+    """Replaces any exception with an error of its own, as compilers do."""
     try:
         return hungry(x, factor)
     except Exception as error:  # noqa: BLE001 - what this test is about
@@ -110,7 +110,7 @@ def test_a_question_that_the_caller_left_no_stack_for_is_asked_again(field: str)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module whose import needs much stack: a kernel, and a plugin that registers it."""
+    """A module whose import needs much stack; it has a kernel and, as a plugin, registers it."""
     name = "deep_to_import"
     (tmp_path / f"{name}.py").write_text(
         f"from core_faults import climb\nclimb({2 * LEFT})\n"

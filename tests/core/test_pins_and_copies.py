@@ -1,4 +1,4 @@
-"""What outlives the moment it was made in: pins, pickled errors, copied contracts."""
+"""Objects that are used later or elsewhere: pins, pickled errors, copied contracts."""
 
 from __future__ import annotations
 

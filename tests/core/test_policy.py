@@ -1,4 +1,4 @@
-"""The policy's sources: each variable, the policy file, who outranks whom, and what is refused."""
+"""The policy's sources: variables and the policy file, their precedence, what they refuse."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ def test_a_bad_environment_raises_on_each_call_until_it_is_mended(
     assert manager.call("scale", None) == bound(None) == "vendor.acme"
 
 
-# ---------------------------------------------------------------------- names of nothing
+# ------------------------------------------------------------------------ unknown names
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

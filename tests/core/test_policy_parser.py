@@ -1,4 +1,4 @@
-"""Whatever text a variable holds: a policy that says it and round-trips, or the one error."""
+"""Any text in a variable gives a policy that round-trips, or a ConfigurationError."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ _grammar: dict[str, st.SearchStrategy[str]] = {
 
 @st.composite
 def setting_of_one_variable(draw: st.DrawFn) -> tuple[str, str]:
-    """A variable and a text for it: of its grammar, nearly, or anything at all."""
+    """A variable, and a text for it: drawn from :data:`_grammar` or arbitrary."""
     rich = ("TE_FL_PREFER", "TE_FL_ALLOW_VENDORS", "TE_FL_DENY_VENDORS", "TE_FL_PER_OP")
     variable = draw(st.sampled_from(VARIABLES + 4 * rich))
     near = _grammar[variable]
     return variable, draw(st.one_of(near, near, near, st.text(max_size=20)))
 
 
-# The grammar once more, independent of the parser: a text is valid if and only if it matches.
+# The grammar, independent of the parser's code: a text is valid if and only if it matches.
 _NAME = r"[A-Za-z0-9_.+-]+"
 _TOKEN = rf"(?:(?ai:flagos|vendor|reference)|(?ai:vendor|impl)\s*:\s*{_NAME})"
 _OPERATOR = r"[A-Za-z_][A-Za-z0-9_]*(?:::[A-Za-z0-9_]+)?(?:\.[A-Za-z0-9_]+)?"
@@ -109,7 +109,7 @@ def _folded(token: str) -> str:
 
 
 def said(environment: Environment, variable: str) -> object:
-    """What an environment has taken from a variable; None for nothing."""
+    """The setting that an environment has from a variable; None if it has none."""
     policy = environment.policy
     return {
         "TE_FL_PREFER": policy.prefer,
@@ -127,18 +127,18 @@ def said(environment: Environment, variable: str) -> object:
 
 
 def is_off(variable: str, text: str) -> bool:
-    """A preference that is switched off: valid, and nothing is preferred."""
+    """Whether the text switches TE_FL_PREFER_VENDOR off: valid, but no preference results."""
     off = text.strip().lower() in ("0", "false", "no", "off")
     return variable == "TE_FL_PREFER_VENDOR" and off
 
 
 def check_parsed(variable: str, text: str, environment: Environment) -> None:
-    """A text that was accepted is well formed, has been heard, and round-trips."""
+    """Assert that an accepted text is well formed, has taken effect, and round-trips."""
     if not text.strip():
         assert environment == parse_environment({})
         return
     if variable == "TE_FL_POLICY_FILE":
-        assert text.strip() == "/dev/null"  # an empty file; no other of the texts is readable
+        assert text.strip() == "/dev/null"  # an empty file; the other texts name no readable file
         return
     if variable in GRAMMAR:
         assert re.fullmatch(GRAMMAR[variable], text.strip())
@@ -148,7 +148,7 @@ def check_parsed(variable: str, text: str, environment: Environment) -> None:
 
 
 def check_refused(variable: str, text: str, message: str) -> None:
-    """A text that was refused is not well formed, and the error names its variable."""
+    """Assert that a refused text is not well formed, and that the error names its variable."""
     assert text.strip()
     assert message.startswith(variable)
     if variable in GRAMMAR and re.fullmatch(GRAMMAR[variable], text.strip()):
@@ -174,7 +174,7 @@ def test_every_text_is_a_policy_that_round_trips_or_the_documented_error() -> No
 
     check()
     assert sum(outcomes.values()) >= 10_000
-    assert min(outcomes.values()) >= 2_000  # the strategy reaches both sides
+    assert min(outcomes.values()) >= 2_000  # the strategy generates enough of both
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -188,7 +188,7 @@ def test_variables_together_say_what_each_says_alone(environ: dict[str, str]) ->
             valid[variable] = parse_environment({variable: text})
     together = parse_environment({variable: environ[variable] for variable in valid})
     if "TE_FL_PREFER" in valid:
-        valid.pop("TE_FL_PREFER_VENDOR", None)  # outranked
+        valid.pop("TE_FL_PREFER_VENDOR", None)  # TE_FL_PREFER outranks it
     valid.pop("TE_FL_POLICY_FILE", None)  # an empty file
     for variable, alone in valid.items():
         assert said(together, variable) == said(alone, variable)

@@ -33,7 +33,7 @@ def ones(dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tenso
 
 
 class Unwell:
-    """A kernel that fails while ``ill`` says so."""
+    """A kernel that fails for tensors for which ``ill`` is true."""
 
     def __init__(self, ill: Callable[[torch.Tensor], bool] = lambda x: True) -> None:
         self.ill = ill
@@ -55,7 +55,7 @@ def test_it_covers_one_operator_implementation_device_and_dtype(guarded: bool) -
     assert (first.runs, second.runs) == (1, 3)
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "bfloat16")}
     manager.call("scale", ones(torch.float16))
-    manager.call("scale", ones(torch.bfloat16, "meta"))  # another device: tried, and fails there
+    manager.call("scale", ones(torch.bfloat16, "meta"))  # tried, and fails: another device
     manager.call("scale", ones(torch.float16, "meta"))
     assert (first.runs, second.runs) == (4, 4)
     assert in_quarantine(manager) == {
@@ -292,7 +292,7 @@ def test_the_reason_is_kept_as_text_of_bounded_length() -> None:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """Only reference counts free anything, so that a cycle shows."""
+    """Without garbage collection, objects in a reference cycle stay alive, and a test sees it."""
     gc.disable()
     yield
     gc.enable()

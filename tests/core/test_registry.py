@@ -168,12 +168,12 @@ def test_an_unknown_operator_of_a_namespace_is_told_the_nearest_there() -> None:
     ):
         manager.call("aten::tahn")
     with pytest.raises(UnknownOperatorError, match=r"unknown operator 'aten::scale' \("):
-        manager.call("aten::scale")  # that of no namespace is not what is meant
+        manager.call("aten::scale")  # 'scale', without a namespace, is not suggested
     known = len(manager.registry.contracts)
     with pytest.raises(
         UnknownOperatorError, match=rf"'scael'; .* \({known} are known; `te-fl list`"
     ):
-        manager.call("scael")  # the list shows none of a namespace
+        manager.call("scael")  # te-fl list omits namespaced operators
 
 
 def test_an_operator_with_a_contract_and_no_implementation_is_known() -> None:

@@ -1,4 +1,4 @@
-"""Implementations that remember their calls are asked before dispatch looks at a tensor itself."""
+"""Implementations that remember their last call are tried before dispatch looks at a tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_DEVICE = StubTensor(device="cuda")
 
 
 class Keys(StubTensors):
-    """Counts how often dispatch looks at a tensor at all."""
+    """Counts how often dispatch computes a tensor's key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +32,11 @@ class Keys(StubTensors):
 
 
 class Memory(Repeats):
-    """Of calls with the same tensor, factor and mode as the last one.
+    """Serves calls with the same tensor and factor as the last one.
 
     Attributes:
-        fails: what a repeated call raises.
+        fails: the exception that a repeated call raises, if any.
+        repeated: the number of repeated calls.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ WAYS: dict[str, Callable[[OpManager], Callable[..., Any]]] = {
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Callable[[OpManager], Callable[..., Any]]:
-    """How an operator is called."""
+    """How the operator is called; takes the manager."""
     return WAYS[request.param]
 
 
@@ -110,7 +111,7 @@ def test_a_call_like_the_last_one_is_done_without_a_look_at_its_tensor(way: Way)
     manager = manager_of(fn)
     call = way(manager)
     assert call(X) == "worked out plain"
-    assert call(X, mode="odd") == "remembered odd"  # after a look, by which it is approved
+    assert call(X, mode="odd") == "remembered odd"  # dispatch looks, and approves repeats
     looks = asked(manager)
     assert [call(X), call(X, 1.0, mode="odd"), call(x=X)] == [
         "remembered plain",
@@ -158,15 +159,15 @@ def test_calls_that_take_turns_are_tried_once_each(way: Way) -> None:
 
 
 def test_what_was_not_approved_here_is_not_asked(way: Way) -> None:
-    """An implementation may serve other tensors for another manager."""
+    """An implementation may have served its last call, on other tensors, outside this manager."""
     fn, calls = remembering()
     first, second = way(manager_of(fn)), way(manager_of(fn))
     for _ in range(3):
         first(X)
-    calls.remember(OTHER_DTYPE, 1.0)  # as somebody's call of the function itself does
+    calls.remember(OTHER_DTYPE, 1.0)  # as a direct call of the function does
     assert first(OTHER_DTYPE) == "reference.torch"
     assert second(OTHER_DTYPE) == "reference.torch"
-    assert calls.repeated == 2  # of X, the second and third call
+    assert calls.repeated == 2  # the second and third call, with X
 
 
 def test_who_serves_other_tensors_is_asked_for_its_own_last_call(way: Way) -> None:
@@ -215,7 +216,7 @@ def test_a_failure_of_a_repeated_call_is_one_of_its_implementation(way: Way) -> 
     (key,) = manager.quarantine.held()
     assert (key.impl_id, key.device, key.dtype) == ("vendor.acme", "cpu", "float32")
     calls.fails = None
-    assert manager.call("scale", X) == "reference.torch"  # in quarantine
+    assert manager.call("scale", X) == "reference.torch"  # vendor.acme is in quarantine
     manager.reset_quarantine()
     assert manager.call("scale", X) == "remembered plain"
 
@@ -253,7 +254,7 @@ def test_a_failed_question_is_not_a_failure_of_who_serves_the_call(way: Way) -> 
         return again(x, factor, mode=mode)
 
     calls.last = strict
-    assert call(X) == "remembered plain"  # by which it is approved
+    assert call(X) == "remembered plain"  # dispatch approves the new ``last``
     for other in (OTHER_DTYPE, OTHER_DEVICE):
         assert call(other) == "reference.torch"
     assert not manager.quarantine.held()

@@ -1,4 +1,4 @@
-"""Who is chosen: the order of candidates, what the policy bars, what each can do."""
+"""Which candidate is chosen: their order, what the policy excludes, what each supports."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_reference_implementation_is_traceable_without_saying_so() -> None:
         assert order(manager) == ["claims", "plain"]
 
 
-# ---------------------------------------------------------------------------- the strict
+# --------------------------------------------------------------------------- strict mode
 
 
 def test_strict_admits_only_the_first_that_the_policy_admits() -> None:
@@ -257,7 +257,7 @@ def test_strict_accepts_the_next_kind_where_the_preferred_one_has_nothing() -> N
 
 
 def judged(tensor: StubTensor, **fields: Any) -> tuple[str, str]:
-    """(cause, reason) of an implementation with these fields for a tensor; served if ("", ...)."""
+    """(cause, reason) of an implementation with these fields for a tensor; no cause: it serves."""
     manager = make_manager(impl("judged", "flagos", **fields), impl("other"))
     verdict = reason(manager, "judged", tensor)
     served = manager.call("scale", tensor)
@@ -417,7 +417,7 @@ def test_an_unavailable_implementation_stays_so_when_a_handle_has_read_its_signa
             "judged", op_name="free", fn="core_helpers:importable", is_available=lambda: "no chip"
         ),
     )
-    bound = manager.bind("free")  # imports it for its signature: there is no contract
+    bound = manager.bind("free")  # without a contract, imports it to get a signature
     with pytest.raises(NoImplementationError, match="not available: no chip"):
         bound(StubTensor())
 
@@ -510,7 +510,7 @@ def test_a_kind_of_tensor_is_looked_at_once_however_it_is_passed() -> None:
     assert tensors.looks == 2
 
 
-# -------------------------------------------------- dispatch and explain, on random worlds
+# -------------------------------------- dispatch and explain, on random candidates and policies
 
 
 def _answer(value: Any) -> Callable[..., Any] | None:
@@ -601,7 +601,7 @@ def test_dispatch_and_explain_choose_alike(
     bound = manager.bind("scale")
     refusal = StrictModeError if policy.strict else NoImplementationError
     with policy_context(policy):
-        for tensor, options in calls * 2:  # the second time from what is remembered
+        for tensor, options in calls * 2:  # the second time from cached plans
             decision = manager.explain("scale", tensor, **options)
             assert {it.impl.impl_id for it in decision.verdicts} == {it.impl_id for it in impls}
             assert all(it.accepted != bool(it.cause) and it.reason for it in decision.verdicts)
@@ -620,7 +620,7 @@ def test_dispatch_and_explain_choose_alike(
 
 
 def _expected_order(impls: list[OpImpl], policy: SelectionPolicy) -> list[str]:
-    """The rules of the policy once more, group by group instead of by a sort key."""
+    """The policy's rules implemented differently: group by group instead of with a sort key."""
     prefer = policy.prefer or "flagos"
     following = {
         "flagos": ["flagos", "vendor", "reference"],

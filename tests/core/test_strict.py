@@ -37,7 +37,7 @@ UNABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "predicate": ({"supports": lambda *args, **kwargs: "odd length"}, "supports", "odd length"),
     "import": ({"fn": "no_such_module_of_ours:fn"}, "available", "cannot import"),
 }
-"""What stops the first candidate: its description, the cause and the reason it gives."""
+"""What stops the first candidate: the fields of its OpImpl, then the verdict's cause and reason."""
 
 FAILURES: dict[str, tuple[Callable[[], Exception], str]] = {
     "fault": (lambda: KernelError("kernel"), "failed: KernelError: kernel"),
@@ -54,7 +54,7 @@ def ones() -> torch.Tensor:
 
 
 def with_first(second: Kernel, **fields: Any) -> OpManager:
-    """A manager in which ``first``, of these fields, ranks before ``impl.0``."""
+    """A manager in which implementation ``first``, with these fields, ranks before ``impl.0``."""
     manager = world("scale", second)
     fields = {"fn": Kernel()} | fields
     manager.registry.register_impl(
