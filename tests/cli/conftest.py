@@ -1,4 +1,4 @@
-"""Running the commands, in this process or in one of their own, and a plugin to find."""
+"""Fixtures that run the commands in this process or in another, and install plugins."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def register(registry):
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did."""
+    """A command's exit status and output."""
 
     code: int
     out: str
@@ -65,10 +65,10 @@ Command = Callable[..., Ran]
 
 @pytest.fixture
 def te_fl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process; keywords are environment variables."""
+    """Runs a command in this process; keywords are environment variables."""
     from transformer_engine_fl.cli import main
 
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # the demo would set it for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # else the demo sets it for good
 
     def run(*arguments: str, **variables: str) -> Ran:
         with monkeypatch.context() as patch:
@@ -87,7 +87,7 @@ def te_fl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def te_fl_process() -> Command:
-    """Run a command in a process of its own; a variable that is None is taken out."""
+    """Runs a command in a separate process; a variable that is None is removed."""
 
     def run(*arguments: str, program: str = PROGRAM, **variables: str | None) -> Ran:
         merged = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
@@ -107,7 +107,7 @@ def te_fl_process() -> Command:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
-    """Install a plugin of the given source, with an entry point ``acme``, for this test."""
+    """Installs a plugin with the given source and the entry point ``acme`` for this test."""
 
     def installed(source: str) -> Path:
         (tmp_path / "acme_kernels.py").write_text(source)
@@ -125,11 +125,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture
 def acme(install: Callable[[str], Path]) -> Path:
-    """A right plugin, installed: vendor Acme implements RMS norm."""
+    """A correct plugin, installed: vendor Acme implements RMS norm."""
     return install(ACME)
 
 
 @pytest.fixture
 def wrong_acme(install: Callable[[str], Path]) -> Path:
-    """The same with a gradient that is wrong by two hundredths."""
+    """The same plugin with ``ERROR = 0.02``: a wrong gradient."""
     return install(ACME.replace("ERROR = 0.0", "ERROR = 0.02"))

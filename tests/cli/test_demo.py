@@ -1,4 +1,4 @@
-"""te-fl demo: it learns, the environment moves it, and comparisons find what is wrong."""
+"""te-fl demo: the model learns, variables steer it, and comparisons find wrong sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_training_lowers_the_loss_on_text_it_has_not_seen(te_fl):
     ran = te_fl("demo", "--steps", "15", *CPU, "--json", TE_FL_PREFER="reference")
     document = ran.document
     assert ran.code == 0
-    assert document["loss_before"] == pytest.approx(5.545, abs=0.1)  # ln 256: knows nothing
+    assert document["loss_before"] == pytest.approx(5.545, abs=0.1)  # ln 256: untrained
     assert document["loss_after"] < document["loss_before"] - 1.5
     assert len(document["losses"]) == document["steps"] == 15
     assert document["tokens_per_second"] > 0
@@ -28,7 +28,7 @@ def test_training_lowers_the_loss_on_text_it_has_not_seen(te_fl):
 
 def test_counts_who_served_each_operator(te_fl):
     document = te_fl("demo", "--steps", "2", *CPU, "--json", TE_FL_PREFER="reference").document
-    # 4 layers of two norms, and a final one; evaluated before and after
+    # 4 layers of 2 RMS norms, a final layer norm; 2 steps, one evaluation before and one after
     assert _served(document) == {
         "rmsnorm_fwd": ("reference.torch", 8 * (2 + 2)),
         "rmsnorm_bwd": ("reference.torch", 8 * 2),
@@ -144,7 +144,7 @@ def test_denied_vendor_is_lacking_even_if_it_is_asked_for(te_fl, acme):
         *("demo", "--compare", "reference,acme", "--steps", "1", *CPU, "--json"),
         TE_FL_DENY_VENDORS="acme",
     )
-    assert ran.code == 1  # nothing left to compare with
+    assert ran.code == 1  # no set is left to compare with the reference
     assert "TE_FL_DENY_VENDORS" in _sets(ran.document)["acme"]["reason"]
 
 

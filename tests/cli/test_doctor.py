@@ -323,7 +323,7 @@ def test_what_cannot_be_deleted_is_a_fault_of_deleting(te_fl, tmp_path):
         (inner.parent / name).write_bytes(b"")
     ran = te_fl("doctor", "--json", "--clear-cache", XDG_CACHE_HOME=str(tmp_path))
     assert ran.code == 1
-    assert list(inner.parent.iterdir()) == [inner]  # what can be deleted is
+    assert list(inner.parent.iterdir()) == [inner]  # the rest is deleted
     (finding,) = ran.document["findings"]
     assert finding["what"].startswith("compiled kernels cannot be deleted: ")
     assert str(inner) in finding["what"]

@@ -37,7 +37,7 @@ def _processor_seconds():
 
 @pytest.mark.usefixtures("with_bytecode")
 def test_answers_in_half_a_second(te_fl_process):
-    # Processor time: what else the machine does meanwhile must not decide.
+    # CPU time, so that the machine's other work does not count.
     taken = []
     for _ in range(3):
         start = _processor_seconds()
@@ -66,7 +66,7 @@ def test_json_has_every_operator_and_what_there_is_to_know_of_its_implementation
         None,
         50,
     )
-    assert reference["available"] is None  # nobody was asked
+    assert reference["available"] is None  # no availability check has run
 
 
 def test_a_reason_that_holds_for_a_whole_set_names_no_operator(te_fl):

@@ -1,4 +1,4 @@
-"""te-fl new-plugin: what it writes installs, is found, keeps the contracts, and reads well."""
+"""te-fl new-plugin: its packages install, are discovered, keep the contracts and pass ruff."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(served[0])
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A package in each style, as its own process wrote it."""
+    """A package in each style, each written by the command in a process of its own."""
     folder = tmp_path_factory.mktemp("packages") / "of" / "vendors"
     for style in STYLES:
         arguments = ("new-plugin", f"Zeta-{style}", "--style", style, "--output", str(folder))
@@ -43,7 +43,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def python(packages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with all of them."""
+    """The interpreter of an environment with all the packages."""
     interpreter = environment(tmp_path_factory.mktemp("zeta") / "environment")
     install(interpreter, *packages.values())
     return interpreter
@@ -99,7 +99,7 @@ def test_what_it_writes_is_clean(style: str, packages: dict[str, Path]) -> None:
         command = [sys.executable, "-m", "ruff", *arguments, *settings, str(packages[style])]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    # Imports of the package itself are sorted by where it lies, which is elsewhere here.
+    # How imports of the package itself are sorted depends on its place, which differs here.
     checked = ruff("check", "--ignore", "I001,D10")
     assert checked.returncode == 0, checked.stdout
     formatted = ruff("format", "--diff")

@@ -1,4 +1,4 @@
-"""Work in several processes: what becomes of it when one of them dies, or all are to end."""
+"""Work in several processes: what happens when one of them dies or the program is terminated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print("and on")
 
 @pytest.fixture
 def start():
-    """Starts a program that works so; what of it hangs is killed in the end."""
+    """Starts a program that runs ``work`` in two processes; at the end, kills its process group."""
     programs = []
 
     def started(work: str, calls: str) -> subprocess.Popen[str]:
@@ -76,7 +76,7 @@ def test_a_process_may_die_while_calls_are_handed_out(monkeypatch, caplog):
 @pytest.mark.parametrize("whole_group", [True, False])
 def test_the_end_of_the_program_is_that_of_its_processes(start, whole_group):
     program = start("time.sleep", "[0, 600]")
-    assert program.stdout.readline() == "(1, None)\n"  # one is idle now
+    assert program.stdout.readline() == "(1, None)\n"  # one process is idle now
     os.killpg(program.pid, signal.SIGTERM) if whole_group else program.terminate()
-    program.communicate(timeout=60)  # returns when nobody has these pipes any more
+    program.communicate(timeout=60)  # returns when no process holds the pipes
     assert program.returncode == 128 + signal.SIGTERM

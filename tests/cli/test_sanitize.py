@@ -1,7 +1,7 @@
-"""te-fl verify --sanitize, with a program in compute-sanitizer's place.
+"""te-fl verify --sanitize, with a stub of compute-sanitizer.
 
-It runs what it is given and says what it is told to; what the real one would report, the
-operators here print themselves, in its words.
+The stub runs the command that it is given, and prints the text of SAYS_FIRST and SAYS_LAST. The
+operators print the errors that compute-sanitizer would report, in its format.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ RACE = """\
 
 @pytest.fixture
 def acme(install, tmp_path, monkeypatch):
-    """Install vendor Acme, whose silu does what the body says, and the tool beside it."""
+    """Installs vendor Acme, whose silu runs ``body`` first, and puts the stub on the path."""
     tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text(TOOL.format(folder=tmp_path))
@@ -98,7 +98,7 @@ def acme(install, tmp_path, monkeypatch):
 
 @pytest.fixture
 def sanitize(te_fl):
-    """Run the command over the calls of silu in float16, on the CPU."""
+    """Runs the command for silu in float16 on the CPU."""
 
     def run(*options: str, tool: str = "memcheck", **variables: str):
         asked = ("vendor.acme", "--dtype", "float16", "--device", "cpu", "--sanitize", tool)
@@ -108,7 +108,7 @@ def sanitize(te_fl):
 
 
 def names(strided: bool | None = None) -> list[str]:
-    """The calls: all of them, or those whose input is strided."""
+    """The names of the calls: all, or those whose input is or is not strided (non-contiguous)."""
     return [
         f"silu/vendor.acme/float16/values/{sample.label}"
         for sample in ops.silu.samples("float16", "cpu")

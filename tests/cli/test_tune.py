@@ -1,6 +1,6 @@
-"""te-fl tune: what is asked wrongly, machines that cannot measure, and the check of files.
+"""te-fl tune: wrong options, machines that cannot measure, and the check of files.
 
-Measuring itself is in tests/flagos/test_tuning.py, beside the kernels.
+Measuring is tested in tests/flagos/test_tuning.py, beside the kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ choices:
 
 @pytest.fixture(autouse=True)
 def user(tmp_path, monkeypatch):
-    """The user's folder, with nothing in it yet."""
+    """The user's folder of tuning files, empty."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "config" / "transformer_engine_fl" / "tuning"
     (folder / "nvidia").mkdir(parents=True)

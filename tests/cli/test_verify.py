@@ -26,7 +26,7 @@ def register(registry):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where the scorecards go: the current directory."""
+    """The current directory, to which scorecards are written."""
     place = tmp_path / "here"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -91,7 +91,7 @@ def test_what_an_implementation_raises_is_shown_with_its_traceback(te_fl, instal
     assert ran.code == 1
     assert "raised RuntimeError: the [kernel] is | gone" in ran.out
     assert "acme_kernels.py" in ran.out
-    assert list(folder.iterdir()) == []  # one case makes no scorecard
+    assert list(folder.iterdir()) == []  # a run of one case writes no scorecard
     ran = te_fl("verify", "vendor.acme")
     assert "acme_kernels.py" not in ran.out
     assert "\nand " in ran.out

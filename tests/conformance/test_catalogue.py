@@ -1,4 +1,4 @@
-"""Every operator that is listed has a contract, a reference implementation and samples."""
+"""Every listed operator has a contract, a reference implementation and samples."""
 
 from __future__ import annotations
 

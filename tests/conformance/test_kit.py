@@ -107,7 +107,9 @@ _buffers: dict[Any, Tensor] = {}
 
 
 def remembered(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
-    """The weight is kept by its address, alive, as somebody's cache of conversions does."""
+    """Caches a result by the weight's address and keeps the weight alive, as a cache of converted
+    weights might.
+    """
     kept = _weights.setdefault(weight.data_ptr(), (weight, output.clone()))[1]
     return (kept.clone() if kept.shape == output.shape else output), rsigma
 
@@ -180,7 +182,7 @@ def assert_caught(fn: Callable[..., Any], words: str, **fields: Any) -> None:
 
 
 def leaving(change: Callable[[], Any]) -> Rms:
-    """The right operator, which does something else besides."""
+    """The right operator with a side effect, ``change``."""
 
     def also(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
         change()
@@ -218,7 +220,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def settings() -> Any:
-    """What :data:`SETTINGS` change."""
+    """The state that :data:`SETTINGS` change."""
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -486,7 +488,7 @@ def accumulating(change: Callable[[Tensor, list[Tensor], Tensor], Any]) -> Calla
 def test_rows_that_share_a_scale_are_not_asked_for_the_same_bits_alone(
     label: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in three dimensions either, which the oracle has in two."""
+    """The same holds for a sample in three dimensions, which the oracle treats in two."""
     contract, fn = ops.clamped_swiglu_quantize, epilogues.clamped_swiglu_quantize
     whole = contract.samples
     some = lambda *where: (it for it in whole(*where) if it.label == label)  # noqa: E731

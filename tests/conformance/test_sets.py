@@ -1,4 +1,4 @@
-"""Every set keeps every contract: on the CPU what runs there, on a GPU all of them."""
+"""Every set keeps every contract: on a CPU the sets that run there, on a GPU all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_DTYPES = ("float32", "bfloat16")  # the interpreter is slow
 SETS = {
-    # What Triton does is nothing to the reference: the other run of the suite has it.
+    # The interpreter does not affect the reference; the suite's other run tests it.
     "reference.torch": () if INTERPRETED else ("cpu", *(("cuda",) if GPU else ())),
     "default.flagos": ("cpu",) if INTERPRETED else ("cuda",) if GPU else (),
     "vendor.cuda": ("cuda",) if GPU else (),
@@ -28,16 +28,18 @@ Cases = tuple[testing.Case, ...]
 
 
 def _refused(case: testing.Case) -> str:
-    """What the refusals of a dtype share, which are many and quick: they are one test."""
+    """The prefix of the names of refusal cases, which are many and quick: those that share it form
+    one test. Empty for other cases.
+    """
     head, refuses, _ = case.name.partition("/refuses/")
     return head + refuses if refuses else ""
 
 
 def _is_worth_it(case: testing.Case) -> bool:
-    """Whether a case tells something that no other does, where each takes long."""
+    """Whether to run a case; the slow interpreter skips those that add nothing to the others."""
     if not INTERPRETED:
         return True
-    if "/deterministic/" in case.name:  # programs run one after another, in the same order
+    if "/deterministic/" in case.name:  # interpreted programs always run in the same order
         return False
     alike = case.operator in EPILOGUES and case.operator not in EPILOGUES_OF_EACH_KIND
     return not alike or case.dtype == "bfloat16"

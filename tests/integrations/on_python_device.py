@@ -1,6 +1,6 @@
-"""ATen operators on a device of another make: who serves them there, forward and backward.
+"""Which implementations serve ATen operators on a PrivateUse1 device, forward and backward.
 
-Run by test_aten_on_python_device.py, in a process of its own.
+Run by test_aten_on_python_device.py in a separate process.
 """
 
 from __future__ import annotations

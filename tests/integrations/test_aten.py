@@ -1,4 +1,4 @@
-"""ATen operators of unmodified code, served by the registry: values, gradients, who serves."""
+"""ATen operators of unmodified code, served by the registry: values, gradients, dispatch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float64: 1e-10}
 
 @pytest.fixture
 def ran() -> Iterator[Ran]:
-    """(operator, implementation) of everything served, in order."""
+    """(operator, implementation) of every call served, in order."""
     seen: Ran = []
     undo = get_default_manager().monitor(lambda name, impl: seen.append((name, impl.impl_id)))
     yield seen
@@ -211,7 +211,7 @@ def test_a_backward_outside_of_the_block_goes_with_the_forward_inside(
     output.backward(torch.ones_like(output))
     reference = function(*exact)
     reference.backward(torch.ones_like(reference))
-    within = 4 * TOLERANCE[dtype]  # torch's own backward, on a CPU from statistics in bfloat16
+    within = 4 * TOLERANCE[dtype]  # torch's backward, on a CPU from bfloat16 statistics
     close = {"rtol": within, "atol": within}
     for tensor, other in zip(tensors, exact, strict=True):
         assert tensor.grad is not None
@@ -339,7 +339,9 @@ def test_nothing_is_routed_outside_of_a_block_and_blocks_nest(ran: Ran) -> None:
 
 
 def test_a_block_is_not_freed_while_others_hold_it() -> None:
-    """That torch of 2.11 takes it from who stashes it, and gives it back, is made good."""
+    """torch 2.11 stashes the block without taking a reference, but later releases one; ``_stash``
+    compensates for it.
+    """
     with use_aten_ops():
         block = aten._current()
         held = sys.getrefcount(block)
@@ -484,7 +486,7 @@ def test_what_is_registered_while_the_routes_are_made_is_routed(
     def list_operators() -> tuple[str, ...]:
         found = listed()
         monkeypatch.undo()
-        registry.register_impl(  # as another thread might, after the answer
+        registry.register_impl(  # as another thread might after the listing
             OpImpl("aten::cosh", "vendor.acme", "vendor", lambda self: self + 5, vendor="acme")
         )
         return found
@@ -748,7 +750,7 @@ def test_what_was_routed_for_a_manager_of_before_is_torchs_for_the_next() -> Non
         assert torch.equal(x + x, torch.full((3,), 2.0))
     assert len(seen) == 1
     one = torch.ones((), requires_grad=True)
-    with use_aten_ops():  # numbers stay numbers, which have no dtype of their own
+    with use_aten_ops():  # Python numbers do not become tensors with a dtype
         assert torch.equal(x + 1, torch.full((3,), 2.0))
         (one + 1e-5).backward()
         assert (one + 1e-5).dtype == torch.float32
@@ -874,7 +876,7 @@ def test_autocast_casts_as_it_does_without_us(ran: Ran) -> None:
 
 
 def _routes_in_a_mode() -> bool:
-    """Whether torch dispatches what a mode runs to the keys of routes; that of 2.11 does not."""
+    """Whether the routes' dispatch keys apply to operators that a mode runs; not in torch 2.11."""
     found: list[bool] = []
 
     class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -901,7 +903,7 @@ def test_a_mode_sees_the_operator_and_what_it_runs_is_routed(ran: Ran) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # as an error, torch would serve
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # if it raised, torch would serve
 def test_a_trace_has_torchs_operators_and_is_routed_where_it_runs() -> None:
     module, x = nn.RMSNorm(8), torch.randn(6, 8)
     seen: list[str] = []
@@ -982,7 +984,7 @@ def test_a_block_is_its_threads_own(ran: Ran) -> None:
 
 
 def routed(ran: Ran) -> bool:
-    """Whether a call is, which ``enabled`` has to say."""
+    """Whether a call is routed; asserts that ``enabled`` says the same."""
     ran.clear()
     F.silu(torch.ones(3))
     assert aten.enabled() == bool(ran)
@@ -1131,7 +1133,7 @@ def test_entering_costs_less_than_25_microseconds_and_others_pay_nothing() -> No
     outside = min(timeit.repeat(lambda: x.hypot(x), number=500, repeat=7))
     with block:
         inside = min(timeit.repeat(lambda: x.hypot(x), number=500, repeat=7))
-    assert inside < 2 * outside  # an operator that nobody has routed
+    assert inside < 2 * outside  # an operator without a route
 
 
 def test_policies_name_aten_operators_before_they_are_routed(

@@ -1,6 +1,6 @@
-"""How what a routed operator returns lies in memory: as what torch's own kernel returns.
+"""A routed operator's results have the memory layout of the results of torch's own kernel.
 
-Strides are compared with those outside of a block, of the dimensions where they mean something.
+Strides inside and outside of a block are compared, for dimensions of more than one element.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def served() -> Iterator[dict[str, str]]:
-    """Who served each ATen operator last."""
+    """The id of the implementation that last served each ATen operator."""
     seen: dict[str, str] = {}
     undo = get_default_manager().monitor(lambda name, impl: seen.update({name: impl.impl_id}))
     yield seen
@@ -128,7 +128,7 @@ def test_dimensions_that_cannot_be_told_apart_are_ordered_as_torch_does() -> Non
 
 
 def arbitrary(shape: list[int], chance: random.Random) -> Tensor:
-    """A tensor whose dimensions are in any order, some of them expanded, and with gaps."""
+    """A tensor with its dimensions in random order in memory, some expanded, some with gaps."""
     expanded = [chance.random() < 0.2 for _ in shape]
     gaps = [chance.choice((1, 1, 1, 2)) for _ in shape]
     order = chance.sample(range(len(shape)), len(shape))

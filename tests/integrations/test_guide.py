@@ -1,4 +1,4 @@
-"""docs/aten.md: its code runs, and its table is the bridges'."""
+"""docs/aten.md: its code runs, and its table lists the bridges."""
 
 from __future__ import annotations
 

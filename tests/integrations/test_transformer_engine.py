@@ -118,7 +118,7 @@ def register(registry):
 
 @pytest.fixture(autouse=True)
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The plugin's file on the path, and no alias but the test's own."""
+    """Write the plugin onto ``sys.path`` and name it; remove the test's aliases afterwards."""
     (tmp_path / "my_vendor_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "my_vendor_plugin")
@@ -254,7 +254,7 @@ def test_the_alias_is_taken_back() -> None:
 
 
 def test_nothing_is_aliased_on_import() -> None:
-    """In an interpreter of its own: here a test before may have taken an alias back."""
+    """Runs in a fresh interpreter: in this one, an earlier test may have removed an alias."""
     code = (
         f"import sys, {transformer_engine.__name__}\n"
         "assert 'transformer_engine' not in sys.modules\n"

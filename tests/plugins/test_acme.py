@@ -1,8 +1,8 @@
-"""plugins/te_fl_acme installed by pip into an environment of its own, and steered from outside.
+"""plugins/te_fl_acme, installed by pip into a fresh environment and steered by variables.
 
-Each case is a process of that environment that calls one operator. In CHOICES there are,
-beside Acme's, a flagos implementation and another vendor's, brought by a plugin module of
-this test, so that each variable has somebody to move the choice away from.
+Each case is a process of that environment that calls one operator. For CHOICES, a plugin module
+of this test adds a flagos implementation and another vendor's, so that each variable can change
+the choice.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ POLICY_FILES = {
     "order.toml": '[per_op_order]\nrmsnorm_fwd = ["vendor:acme", "reference"]',
 }
 
-# One process loads torch, then forks for each case. The package is loaded after the
-# variables are set, as in a process that was started with them.
+# One process loads torch, then forks for each case. The child sets the variables before it imports
+# the package, as if it had been started with them.
 PROBE = """\
 import json, os, sys, traceback
 import torch
@@ -101,7 +101,7 @@ CHOICES = {
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment that has the plugin and sees our dependencies."""
+    """The interpreter of a fresh environment with the plugin and this environment's packages."""
     interpreter = environment(tmp_path_factory.mktemp("acme") / "environment")
     install(interpreter, PLUGIN)
     return interpreter
@@ -109,7 +109,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def choices(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each case of CHOICES gave, where the rivals are there as well."""
+    """The result of each case of CHOICES, with the rivals registered."""
     folder = tmp_path_factory.mktemp("rivals")
     for name, text in {"acme_rivals.py": RIVALS, **POLICY_FILES}.items():
         (folder / name).write_text(text)
@@ -123,7 +123,7 @@ def choices(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def _call(
     interpreter: Path | str, variables: str = "", dtype: str = "float32", **env: str
 ) -> tuple[dict[str, Any], str]:
-    """(what the call gave, what was written to stderr)."""
+    """(the result of the call, its stderr)."""
     done = run(interpreter, "-c", PROBE, env=env, stdin=json.dumps([(variables, dtype)]))
     return json.loads(done.stdout), done.stderr
 

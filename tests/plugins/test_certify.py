@@ -1,4 +1,4 @@
-"""plugins/certify.py says by its status whether each package holds, or only cannot run here."""
+"""plugins/certify.py: its status is 0 if each package passes or cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def package(folder: Path, vendor: str, **parts: object) -> None:
     ("parts", "status", "said"),
     [
         ({"silu": "no card"}, 0, "te_fl_a: not available: no card"),
-        ({}, 1, "vendor.a: "),  # an operator that is not available leaves the others to be asked
+        ({}, 1, "vendor.a: "),  # gelu is not available; silu is tested
         ({"call": KILL}, 1, "te_fl_a: killed by signal 9"),
         ({"register": "raise OSError('no licence')"}, 1, "vendor.a is not registered"),
         ({"register": KILL}, 1, "te_fl_a: the availability check failed (status -9)"),

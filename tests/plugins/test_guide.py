@@ -1,4 +1,4 @@
-"""docs/write-a-backend.md: a stranger's quarter of an hour, in an environment of its own."""
+"""docs/write-a-backend.md: its commands and files work, in order, in a fresh environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_its_commands_lead_to_a_certified_plugin(tmp_path: Path) -> None:
     for name, text in {"pip": PIP, "te-fl": TE_FL, "pytest": PYTEST}.items():
         (programs / name).write_text(text.format(python=interpreter))
         (programs / name).chmod(0o755)
-    # What is installed is on this machine, its builder as well; a reader has an index.
+    # Without an index: the packages and their build backend are on this machine.
     offline = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
     env = clean(offline) | {"PATH": os.pathsep.join([str(programs), os.environ["PATH"]])}
     folder = tmp_path / "work"

@@ -1,4 +1,4 @@
-"""Each package of plugins/ installed alone: it is found, harms nobody, and its tests pass."""
+"""Each package of plugins/, installed alone, registers without warnings and passes its tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_its_own_tests_pass(package: Path, python: Path) -> None:
 
 
 def test_its_page_installs_it_from_where_it_is(package: Path) -> None:
-    """Its name alone would be looked for at a registry, where it may be somebody else's."""
+    """pip would look up a bare name in a registry, where it may be another project's."""
     targets = re.findall(
         r'^pip install (?:-e )?"?([^\s"[]+)', (package / "README.md").read_text(), re.M
     )

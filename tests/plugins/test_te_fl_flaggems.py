@@ -1,4 +1,4 @@
-"""plugins/te_fl_flaggems: its page says what its code does."""
+"""plugins/te_fl_flaggems: its page agrees with its code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_its_page_names_each_operator_and_each_reason(monkeypatch: pytest.Monkey
     import te_fl_flaggems
 
     served, _, rest = (PLUGIN / "README.md").read_text().partition("\n## What it does not serve\n")
-    left_out = rest.partition("\n## ")[0]  # the scorecard below has tables of its own
+    left_out = rest.partition("\n## ")[0]  # without the scorecard's tables
     for name in te_fl_flaggems.OPERATORS:
         assert f"`{name}`" in served, name
     reasons = dict(te_fl_flaggems.UNSUPPORTED)

@@ -1,4 +1,4 @@
-"""plugins/te_fl_transformer_engine installed where there is no Transformer Engine."""
+"""plugins/te_fl_transformer_engine, installed without Transformer Engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of vendors start from: no vendor and no package of another test."""
+"""Tests of vendors start without the vendors and packages of other tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder on the path for packages; whatever is registered is forgotten afterwards."""
+    """A folder on ``sys.path`` for packages; undoes all registrations after the test."""
     from transformer_engine_fl.backends.flagos.tuning import forget, lookup
     from transformer_engine_fl.vendors import detection, registry
     from transformer_engine_fl.vendors.flaggems import shim
@@ -33,7 +33,7 @@ def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
         current.update(content)
     lookup.VENDORS.clear()
     lookup.VENDORS.update(tuning)
-    forget()  # what was chosen by a vendor's tuning
+    forget()  # choices that a vendor's tuning made
     for name in set(sys.modules) - modules:
         origin = getattr(sys.modules[name], "__file__", None) or ""
         if origin.startswith(str(tmp_path)):

@@ -1,6 +1,6 @@
-"""A device of another make, with a vendor's kernels for it: who serves what there.
+"""Which implementations serve calls on a PrivateUse1 device with a vendor's kernels.
 
-Run by test_python_device.py, in a process of its own.
+Run by test_python_device.py in a separate process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ran: list[str] = []
 
 
 def silu(input: torch.Tensor) -> torch.Tensor:
-    """The vendor's own: on its device only."""
+    """The vendor's kernel, which takes tensors of its device only."""
     if not python_device.is_chip(input):
         raise NotSupportedError("silu: not a tensor of this device")
     ran.append("silu")
@@ -57,7 +57,7 @@ def silu(input: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def zeta() -> None:
-    """The device is there, and Zeta has kernels for it."""
+    """Register vendor Zeta with a kernel for the device."""
     ran.clear()
     register_vendor(INFO, {"silu": silu})
 
@@ -101,7 +101,7 @@ def test_gradients_are_taken_on_the_device_vendor_and_fallback_together() -> Non
     functional.silu(x).sum().backward()
     exact = torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
     torch.nn.functional.silu(exact).sum().backward()
-    assert ran == ["silu"]  # the backward is not Zeta's
+    assert ran == ["silu"]  # Zeta has no backward
     assert x.grad is not None
     assert exact.grad is not None
     torch.testing.assert_close(x.grad.cpu().double(), exact.grad, rtol=1e-5, atol=1e-6)

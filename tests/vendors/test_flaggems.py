@@ -1,4 +1,4 @@
-"""Vendors' folders in FlagGems' style, loaded as their vendors wrote them."""
+"""Vendors' folders in FlagGems' style, loaded without changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ X = torch.linspace(-3, 3, 24).view(4, 6)
 
 
 def calls(module: str) -> list[str]:
-    """What has run of a module of the folder."""
+    """The kernels of one of the folder's modules that have run."""
     found: list[str] = sys.modules[f"{PACKAGE}.{module}"].CALLS
     return found
 
@@ -119,7 +119,7 @@ def test_aten_operators_keep_their_names_and_arguments(no_vendors: Path) -> None
     total = manager.call("aten::add.Tensor", x, x, alpha=3)
     torch.testing.assert_close(total, 4 * X)
     assert not total.requires_grad
-    # By ATen's names, whatever the vendor calls them; what is the default is not passed on.
+    # Arguments have ATen's names, whatever the vendor's are; default values are not passed on.
     output = manager.call("aten::gelu", self=X, approximate="tanh")
     torch.testing.assert_close(output, torch.nn.functional.gelu(X, approximate="tanh"))
     y, mean, rstd = manager.call("aten::native_layer_norm", X, [6], None, None, 1e-5)
@@ -274,7 +274,7 @@ def test_what_is_bridged_keeps_the_contract(
 
 
 def test_only_a_function_that_brings_its_gradient_is_asked_for_it(no_vendors: Path) -> None:
-    load_flaggems_folder(write(no_vendors))  # which does not say that gelu does
+    load_flaggems_folder(write(no_vendors))  # a form that does not declare gelu's gradient
     assert "dgelu" not in list_overridden_ops("cpu", vendor="zeta")
 
 
@@ -339,7 +339,7 @@ def test_where_flag_gems_is_installed_it_serves_its_own_modules(
     load_flaggems_folder(write(no_vendors, gelu=own, ops=form.replace("silu, f", "f")))
     with with_preference("vendor:zeta"), with_strict_mode():
         assert served("gelu", X) == "flaggems.zeta"
-        # Its own list says what the function stands for.
+        # FlagGems' own list maps the function to its ATen operator.
         torch.testing.assert_close(get_default_manager().call("aten::asinh", X), X.asinh())
     real = no_vendors / "flag_gems" / "runtime" / "__init__.py"
     assert Path(sys.modules[f"{PACKAGE}.ops.gelu"].REAL) == real
@@ -508,7 +508,7 @@ def test_configurations_are_what_the_rule_of_a_kernel_keeps_to(no_vendors: Path)
     listed = {(128, 1024), (128, 512), (256, 512), (128, 2048), (256, 2048)}
     assert tuple(before) not in listed
     after = _tile("cross_entropy_fwd", 4096, 4)
-    assert tuple(after) == (256, 2048)  # the nearest to the rule's
+    assert tuple(after) == (256, 2048)  # nearest to the rule's choice
     assert tuple(_tile("cross_entropy_bwd", 4096, 4)) in listed
 
 
@@ -525,7 +525,7 @@ def test_what_a_configuration_does_not_say_stays_as_the_rule_has_it(no_vendors: 
 
     forget()
     after = _tile("attention_forward", 128, 2)
-    # The other one loads V ahead, which the kernel here does not.
+    # The other configuration preloads V; this project's kernel does not.
     assert after == before._replace(rows=16, columns=16, threads=32, stages=7)
 
 
@@ -764,7 +764,7 @@ def test_operators_that_cannot_be_imported_are_reported_once_and_raised_for_who_
     load_flaggems_folder(path)
     with with_preference("vendor"):
         assert served("gelu", X) != "flaggems.zeta"
-        assert served("swiglu", X) == "flaggems.zeta"  # of another of its modules
+        assert served("swiglu", X) == "flaggems.zeta"  # from another module
     for _ in range(2):
         with with_preference("vendor:zeta"), pytest.raises(PluginError, match=r"gelu\.py:2: OSErr"):
             ops.gelu(X)

@@ -1,4 +1,4 @@
-"""docs/vendors.md: its files are written, its code and its commands run."""
+"""docs/vendors.md: its files can be written, and its code and commands run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages in Liger-Kernel's style, loaded as their vendors wrote them."""
+"""Packages in Liger-Kernel's style, loaded without changes."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_ops_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked_
             with pytest.raises(PluginError, match=said) as raised:
                 manager.call("geglu", x)
             assert repr(name) in str(raised.value)
-    ops.geglu(x)  # everything else is unharmed
+    ops.geglu(x)  # the other implementations serve
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_what_the_stand_in_for_liger_lacks_is_told_apart_from_what_others_lack(
 
 
 def test_a_name_of_ligers_in_other_letters_is_found_by_the_doctor(no_vendors: Path) -> None:
-    """It is an operator of its own, and the contract that was meant goes on without it."""
+    """The misspelt name registers another operator; the intended one lacks this implementation."""
     from transformer_engine_fl.cli.doctor import examine
 
     texts = {"ops": OPS, "kernels": KERNELS}
@@ -437,7 +437,7 @@ def test_a_function_that_cannot_be_called_as_ligers_is_reported_once_with_its_li
     write(no_vendors, "acme_liger", impl_info("acme"), kernels=text)
     load_liger_package("acme_liger")
     x = torch.ones(2, 4)
-    line = text[: text.index("def forward(ctx, ab")].count("\n")  # of the decorators, the first
+    line = text[: text.index("def forward(ctx, ab")].count("\n")  # the line before is reported
     said = f"acme_liger/ops/kernels.py:{line - 1}: LigerGELUMulFunction(ab, *, b=None) is called "
     with with_preference("vendor"):
         for op_name, args in (("geglu", (x,)), ("dgeglu", (torch.ones(2, 2), x))):
@@ -509,7 +509,7 @@ def test_named_as_a_plugin_module_it_is_picked_with_and_without_liger(
     no_vendors: Path, liger: bool
 ) -> None:
     write(no_vendors, "acme_liger", impl_info("acme") if not liger else vendor_info("acme"))
-    if liger:  # its modules are used, and what it no longer has is lent to it
+    if liger:  # its modules are used; a module that it lacks is provided
         registry = no_vendors / "liger_kernel" / "ops" / "backends"
         registry.mkdir(parents=True)
         for folder in (registry, registry.parent, registry.parent.parent):
@@ -593,7 +593,7 @@ def test_a_vendor_that_was_named_and_does_not_serve_is_an_error_of_get_op(acme: 
     assert get_op("geglu", "cpu", vendor="acme")(torch.ones(2, 4)).shape == (2, 2)
     with pytest.raises(NoImplementationError, match="'swiglu'"):
         get_op("swiglu", "cpu", vendor="acme")
-    assert get_op("swiglu", "cpu")(torch.ones(2, 4)).shape == (2, 2)  # the base
+    assert get_op("swiglu", "cpu")(torch.ones(2, 4)).shape == (2, 2)  # another set's
 
 
 IMPORTED = "from .kernels import LigerGELUMulFunction, fancy_forward as _hidden\n"
@@ -634,7 +634,7 @@ def test_a_source_is_read_in_the_encoding_that_python_reads_it_in(
 
 
 class Apart(torch.autograd.Function):
-    """Its context is set up apart from its forward."""
+    """A function with ``setup_context`` separate from ``forward``."""
 
     @staticmethod
     def forward(x: torch.Tensor, times: float = 2.0) -> torch.Tensor:

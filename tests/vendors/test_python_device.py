@@ -1,4 +1,4 @@
-"""The cases of on_python_device.py, in a process that has had no other device."""
+"""Runs the tests of on_python_device.py in a fresh process."""
 
 from __future__ import annotations
 

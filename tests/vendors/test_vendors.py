@@ -1,4 +1,4 @@
-"""Vendors by name, devices found, and what wrong descriptions get."""
+"""Vendors by name, detection of devices, and errors for wrong descriptions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def relu(input: torch.Tensor) -> torch.Tensor:
 
 
 def command(folder: Path, name: str, text: str) -> str:
-    """An executable file."""
+    """Write an executable shell script; returns its path."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -57,7 +57,7 @@ def command(folder: Path, name: str, text: str) -> str:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *present: str) -> None:
-    """torch sees these devices and no other."""
+    """Let torch see the CPU and these devices only."""
     monkeypatch.setattr(detection, "torch_sees", lambda device: device in (*present, "cpu"))
 
 
@@ -76,7 +76,7 @@ def test_torch_is_asked_before_any_command(
     assert infer_device() == "xpu"
     assert not touched.exists()
     without(monkeypatch)
-    assert infer_device() == "faraway"  # which the command has found
+    assert infer_device() == "faraway"  # found by the command
     assert touched.exists()
 
 
@@ -113,7 +113,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started_and_named(
     without(monkeypatch)
     start = time.monotonic()
     assert infer_device() == "cpu"
-    assert infer_device() == "cpu"  # not asked again
+    assert infer_device() == "cpu"  # the command does not run again
     assert time.monotonic() - start < 10
     (told,) = [it.getMessage() for it in caplog.records]
     assert "vendor 'slow'" in told
@@ -175,7 +175,7 @@ def test_looking_for_cuda_leaves_a_fork_able_to_use_it() -> None:
 
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch, no_vendors: Path) -> dict[str, Path]:
-    """Two vendors of ``cuda`` beside NVIDIA; a file for each says whether its command answers."""
+    """Two vendors of ``cuda`` beside NVIDIA; each one's command succeeds if its file exists."""
     without(monkeypatch, "cuda")
     flags = {}
     for name in ("metal", "moore"):
@@ -247,7 +247,7 @@ def test_a_name_that_no_vendor_has_is_told_in_the_error_with_the_nearest(
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     register_vendor(VendorInfo("acme", "cpu"), {"relu": relu})
-    register_vendor(VendorInfo("bare", "faraway"))  # which has no operators
+    register_vendor(VendorInfo("bare", "faraway"))  # has no operators
     for name, said in (
         ("acmee", "'relu' on 'cpu': unknown vendor 'acmee'; did you mean 'acme'?"),
         ("cuda", "'relu' on 'cpu': unknown vendor 'cuda'; its name is 'nvidia'"),
@@ -387,7 +387,7 @@ def test_dispatch_keys_follow_from_the_device() -> None:
 def test_registrations_that_are_wrong_change_nothing() -> None:
     info = VendorInfo("acme", "cpu")
     register_vendor(info, {"relu": relu})
-    register_vendor(info)  # the same again
+    register_vendor(info)  # an equal registration is allowed
     before = get_default_manager().registry.snapshot().operators
     for wrong, said in (
         ((VendorInfo("ACME", "cuda"),), "is already registered"),
