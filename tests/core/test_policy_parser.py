@@ -68,7 +68,7 @@ _grammar: dict[str, st.SearchStrategy[str]] = {
 
 @st.composite
 def setting_of_one_variable(draw: st.DrawFn) -> tuple[str, str]:
-    """A variable, and a text for it: drawn from :data:`_grammar` or arbitrary."""
+    """A variable and a text for it: well formed, nearly so (:data:`_grammar`), or arbitrary."""
     rich = ("TE_FL_PREFER", "TE_FL_ALLOW_VENDORS", "TE_FL_DENY_VENDORS", "TE_FL_PER_OP")
     variable = draw(st.sampled_from(VARIABLES + 4 * rich))
     near = _grammar[variable]
