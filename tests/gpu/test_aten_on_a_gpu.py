@@ -1,4 +1,4 @@
-"""ATen operators of an unmodified model on a real GPU: who serves them, values and gradients."""
+"""ATen operators of an unmodified model on a real GPU: serving sets, values and gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformer_engine_fl.integrations.aten import use_aten_ops
 pytestmark = pytest.mark.gpu
 SETS = {"flagos": "default.flagos", "vendor:nvidia": "vendor.cuda"}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-"""The norm of the error over the norm of what is right."""
+"""Bound of the error's norm, relative to the norm of the expected result."""
 
 
 class Model(nn.Module):
-    """A layer's worth of the operators that are routed."""
+    """A layer that calls each kind of operator that is routed."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Operators on tensors of more elements than 31 and than 32 bits count.
+"""Operators on tensors of more than 2**31 and more than 2**32 elements.
 
-What comes in has the same rows again and again, so what comes out must have, too: all of it is
-compared with what the operator gives for those rows alone. How many they are is no power of two, so
-a row whose number was cut off to 31 or 32 bits would be another one. What is not written shows,
-because outputs are poisoned.
+The inputs repeat the same rows, so the outputs must repeat, too: every element is compared with
+the operator's result for one period of rows. The period is no power of two, so a row number that
+is truncated to 31 or 32 bits leads to a different row. Outputs are poisoned, so that elements
+which are never written are found.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from transformer_engine_fl.testing.allocation import Guarded
 
 pytestmark = pytest.mark.gpu
 
-# Other numbers here, and the logic of the tests can be tried on a CPU, in Triton's interpreter.
+# With smaller numbers and DEVICE = "cpu" the tests' own logic runs in Triton's interpreter.
 DEVICE = "cuda"
 HALF = 2**31
-"""Elements that an int32 counts."""
+"""One more than the largest int32."""
 WHOLE = 2**32
-"""Elements that 32 bits count."""
+"""One more than the largest number of 32 bits."""
 PERIOD = 251
-"""Rows after which they come again."""
+"""Number of rows after which the rows of an input repeat."""
 COLUMNS = 4096
 VOCABULARY = 131_072
 HIDDEN = 64
-"""Features before a layer whose outputs are what is large."""
+"""Input features of a layer whose outputs are the large tensor."""
 HEADS, WIDTH = 16, 128
 QUERIES = 128
-"""Of a sequence, where there are many sequences."""
+"""Tokens of a sequence, where there are many sequences."""
 LONG = 8192
-"""Of a sequence, where there are few."""
+"""Tokens of a sequence, where there are few."""
 TILE = 128
 """Rows and columns of the largest blocks with one scale."""
 CHUNK = 2**28
-"""Elements that are compared at once."""
+"""Elements that are compared at a time."""
 
 SETS = {"default.flagos": "flagos", "vendor.cuda": "vendor:nvidia"}
 LOW = torch.bfloat16
@@ -72,7 +72,7 @@ REGISTRY = registry()
 
 
 def of_sets(*cases: Any) -> Any:
-    """The cases, a name first, by each set that has such an operator."""
+    """Parameters (set, name, ...) for each case and each set that implements its operator."""
     params = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
@@ -89,7 +89,7 @@ def call(impl: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 def poisoned(impl: str, name: str, *args: Any, **options: Any) -> Any:
-    """The call, with outputs that show what is not written, or written beside them."""
+    """Make the call with poisoned, guarded outputs: finds what is unwritten or out of bounds."""
     with Guarded() as guard:
         found = call(impl, name, *args, **options)
     assert guard.broken() is None
@@ -97,7 +97,7 @@ def poisoned(impl: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 def is_exact(impl: str, name: str) -> bool:
-    """Whether a row's result does not depend on the rows beside it."""
+    """Whether a row's result does not depend on the other rows of the call."""
     found = {it.impl_id: it for it in REGISTRY.get_implementations(name)}[impl]
     return "batch_invariant" in found.traits
 
@@ -111,7 +111,7 @@ def several(value: Any) -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def memory() -> Iterator[None]:
-    """None of another test's, before and behind, nor of another process with such tests."""
+    """Free memory before and after each test, and run one such test at a time on the machine."""
     with LOCK.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         forget()
@@ -127,7 +127,7 @@ def forget() -> None:
 
 
 def need(gib: float) -> None:
-    """Skip where less memory of the device is free."""
+    """Skip if the device has less free memory."""
     if DEVICE == "cuda":
         free = torch.cuda.mem_get_info()[0] / GIB
         if free < gib:
@@ -140,7 +140,7 @@ def normal(*shape: int, dtype: torch.dtype = LOW, seed: int = 1) -> Tensor:
 
 
 def repeated(block: Tensor, rows: int) -> Tensor:
-    """So many rows, which are those of the block again and again."""
+    """``rows`` rows that repeat those of ``block``."""
     period = block.shape[0]
     whole = torch.empty((rows, *block.shape[1:]), dtype=block.dtype, device=block.device)
     to, source = as_bits(whole), as_bits(block)
@@ -154,7 +154,7 @@ def repeated(block: Tensor, rows: int) -> Tensor:
 
 
 def rows_beyond(elements: int, of_row: int) -> int:
-    """Rows that have a few more elements."""
+    """A number of rows that have slightly more than ``elements`` elements."""
     return elements // of_row + 3
 
 
@@ -166,7 +166,7 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def check_again(found: Tensor, expected: Tensor, dim: int = 0, exact: bool = True) -> None:
-    """Along a dimension, what is found is what is expected again and again."""
+    """Check that ``found`` repeats ``expected`` along ``dim``."""
     assert found.dtype == expected.dtype
     if found.shape == expected.shape:
         period, each, many = expected.shape[dim], expected.shape[dim], expected
@@ -198,7 +198,7 @@ def check_again(found: Tensor, expected: Tensor, dim: int = 0, exact: bool = Tru
 
 
 def check_equal(found: Tensor, expected: Tensor) -> None:
-    """The same bits, in two tensors that are as long."""
+    """Check that two tensors of the same shape have the same bits."""
     assert found.shape == expected.shape
     each = max(1, CHUNK // max(1, found[:1].numel()))
     for start in range(0, found.shape[0], each):
@@ -213,14 +213,14 @@ def check_zero(found: Tensor) -> None:
 
 
 def check_numbers(found: Tensor) -> None:
-    """No poison is left."""
+    """Check that no poison (NaN) is left."""
     each = max(1, CHUNK // max(1, found[:1].numel()))
     for start in range(0, found.shape[0], each):
         assert not found[start : start + each].isnan().any(), f"from {start} on"
 
 
 def check_sum(found: Tensor, terms: Tensor, rows: int, rounding: float = 2**-8) -> None:
-    """The sum over rows that come again: ``terms`` are those of the first ones, in float64."""
+    """Check a sum over repeating rows; ``terms`` are those of the first period, in float64."""
     period = terms.shape[0]
     times, rest = divmod(rows, period)
     expected = times * terms.sum(0) + terms[:rest].sum(0)
@@ -232,7 +232,7 @@ def check_sum(found: Tensor, terms: Tensor, rows: int, rounding: float = 2**-8) 
 
 @dataclass
 class Rows:
-    """Rows that come again, in a large call."""
+    """The block of rows that an argument of the large call repeats."""
 
     block: Tensor
 
@@ -247,14 +247,14 @@ def check_rows(
     sums: Mapping[int, Callable[..., Tensor]] | None = None,
     **options: Any,
 ) -> None:
-    """A call of so many rows gives those of a call of the rows that come again.
+    """Check a call of ``rows`` rows against a call of one period of them.
 
     Args:
-        args: of the call, Rows among them.
-        along: by the place of an output, its dimension that goes with the rows, if not the first.
-        sums: by the place of one that is a sum over the rows, what gives its terms, in float64,
-            from the small call's arguments.
-        options: of both calls.
+        args: the arguments, with :class:`Rows` for those that are repeated.
+        along: by output index, the dimension that runs along the rows, if not the first.
+        sums: by index of an output that is a sum over the rows, a function that computes its terms
+            in float64 from the arguments of the small call.
+        options: keyword arguments of both calls.
     """
     few = [it.block if isinstance(it, Rows) else it for it in args]
     expected = several(call(impl, name, *few, **options))
@@ -318,7 +318,7 @@ def test_gradients_of_a_bias(impl: str, name: str) -> None:
 
 
 def columns_of_norms() -> dict[str, int]:
-    """By a label: rows that several share a program, of one, and of several programs."""
+    """Columns by label: several rows for each program, one, and a row over several programs."""
     return {"narrow": COLUMNS // 64, "whole": COLUMNS, "wide": VOCABULARY}
 
 
@@ -421,7 +421,7 @@ def test_causal_softmax(impl: str, name: str, few: bool) -> None:
 def test_masked_softmax(impl: str, name: str) -> None:
     need(40)
     scores = normal(PERIOD, 2, QUERIES // 2, 4 * QUERIES)
-    mask = normal(PERIOD, 1, QUERIES // 2, 4 * QUERIES, seed=2) > 0.5  # beyond HALF, too
+    mask = normal(PERIOD, 1, QUERIES // 2, 4 * QUERIES, seed=2) > 0.5  # more than HALF
     rows = rows_beyond(WHOLE, scores[0].numel())
     check_rows(impl, name, [Rows(scores), Rows(mask), 0.5], rows)
 
@@ -431,7 +431,7 @@ def test_masked_softmax(impl: str, name: str) -> None:
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("dropout_fwd"))
 def test_dropout(impl: str, name: str) -> None:
-    """The mask is the contract's, around what 31 and 32 bits count and at both ends."""
+    """The mask is the contract's at both ends and around elements 2**31 and 2**32."""
     need(54)
     size = WHOLE + 8 * PERIOD + 5
     block = normal(PERIOD * COLUMNS).abs() + 1
@@ -450,7 +450,7 @@ def test_dropout(impl: str, name: str) -> None:
         bits = torch.nn.functional.pad(kept.int(), (0, -kept.numel() % 8)).view(-1, 8)
         packed = (bits << torch.arange(8, device=DEVICE)).sum(1).to(torch.uint8)
         assert torch.equal(mask[place : place + each], packed)
-    # Everywhere: what is written is 0 where its bit is, and only there.
+    # Everywhere: a value is 0 exactly where its mask bit is 0.
     step = CHUNK // 8
     for place in range(0, mask.numel(), step):
         some = mask[place : place + step]
@@ -459,14 +459,14 @@ def test_dropout(impl: str, name: str) -> None:
         assert torch.equal(values != 0, bits.flatten()[: values.numel()] != 0)
         assert not values.isnan().any()
     dx = poisoned(impl, "dropout_bwd", x, mask, probability)
-    check_equal(dx, y)  # a gradient that is the input
+    check_equal(dx, y)  # the gradient passed in is x itself
 
 
 # ------------------------------------------------------------------------ quantisation
 
 
 def rows_of_tiles(elements: int, columns: int, period: int = 3) -> int:
-    """Rows with a few more elements, whole tiles of them, of which three come again."""
+    """Rows of whole tiles with slightly more elements; their tiles repeat after ``period``."""
     tiles = max(elements // columns // TILE, period) + 1
     return (tiles + (not tiles % period)) * TILE
 
@@ -489,7 +489,7 @@ def test_quantize(impl: str, name: str, form: str, columnwise: bool) -> None:
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
 @pytest.mark.parametrize(("impl", "name"), of_sets("quantize"))
 def test_quantize_with_a_scale(impl: str, name: str, columnwise: bool) -> None:
-    """Rows in no whole vectors."""
+    """The columns of a row are not a multiple of a vector."""
     need(40)
     scale = torch.full((1,), 3.0, device=DEVICE)
     x = Rows(normal(PERIOD, COLUMNS + 3))
@@ -549,7 +549,7 @@ def test_the_largest_is_found_wherever_it_is(impl: str, name: str) -> None:
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("split_quantize"))
 def test_split_quantize(impl: str, name: str) -> None:
-    """The last part begins beyond what 32 bits count, the middle one is as large as that."""
+    """The last part begins beyond 2**32 elements; the middle part alone has more than 2**32."""
     need(30)
     x = normal(PERIOD, COLUMNS)
     sizes = [2 * PERIOD, (rows_beyond(WHOLE, COLUMNS) // PERIOD + 1) * PERIOD, PERIOD + 1]
@@ -569,7 +569,7 @@ def test_partial_blocks(impl: str, name: str) -> None:
     expected = call(impl, name, x.flatten(), 3 * TILE, COLUMNS, 0, TILE)
     amaxes = poisoned(impl, name, whole, rows, COLUMNS, 0, TILE)
     check_again(amaxes, expected)
-    # A part that is small, and begins beyond.
+    # A small part that begins near element 2**32.
     start = WHOLE // (TILE * COLUMNS) * TILE * COLUMNS
     part = poisoned(impl, name, whole[start:], rows, COLUMNS, start, TILE)
     first = start // COLUMNS // TILE
@@ -645,7 +645,7 @@ def test_statistics_of_shards(impl: str, name: str) -> None:
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("cross_entropy_merge"))
 def test_merged_statistics(impl: str, name: str) -> None:
-    """Of many rows, and of as many shards as make 2**31 numbers of them."""
+    """The statistics of all shards together are more than 2**31 numbers."""
     need(40)
     shards, rows = 64, HALF // 64 // 4 + PERIOD + 3
     stats = normal(PERIOD, shards, 4, dtype=torch.float32).abs() + 1
@@ -681,7 +681,7 @@ def test_a_mean_of_losses_and_its_gradient(impl: str, name: str, at_once: bool) 
     of_sets("fused_linear_cross_entropy_fwd", "fused_linear_cross_entropy_fwd_bwd"),
 )
 def test_losses_of_a_linear_layer(impl: str, name: str) -> None:
-    """Whose logits are as many."""
+    """The layer has more than 2**32 logits."""
     need(60)
     _, target, rows = logits_and_targets()
     x, weight = normal(PERIOD, HIDDEN), normal(VOCABULARY, HIDDEN, seed=2)
@@ -691,7 +691,7 @@ def test_losses_of_a_linear_layer(impl: str, name: str) -> None:
     found = poisoned(impl, name, *many)
     for one, other in zip(found[:3], expected[:3], strict=False):
         check_again(one, other, exact=False)
-    if grad:  # nine tenths of that come again, the rest may be another part of the sum
+    if grad:  # approximate: rows is not a multiple of PERIOD
         weights = expected[3].float() * (rows / PERIOD)
         error = (found[3].float() - weights).norm() / weights.norm()
         assert error < 0.1 + 3 * PERIOD / rows
@@ -701,9 +701,9 @@ def test_losses_of_a_linear_layer(impl: str, name: str) -> None:
 
 
 def lists_beyond(names: int, dtypes: Sequence[torch.dtype]) -> tuple[list[Any], list[Any]]:
-    """Blocks, and lists of two tensors each, the first of which is beyond HALF.
+    """Blocks, and for each a list of two tensors that repeat it.
 
-    Both together are beyond WHOLE.
+    Each tensor has more than HALF elements, so a list has more than WHOLE.
     """
     blocks = [
         normal(PERIOD * COLUMNS, dtype=torch.float32, seed=seed).abs().to(dtype)
@@ -791,7 +791,7 @@ def pairs_of(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_gathered(found: Tensor, source: Tensor, places: Tensor) -> None:
-    """Row i of what is found is that of the source at its place."""
+    """Check that row i of ``found`` is row ``places[i]`` of ``source``."""
     each = max(1, CHUNK // source.shape[1])
     for start in range(0, found.shape[0], each):
         wanted = source[places[start : start + each]]
@@ -801,7 +801,7 @@ def check_gathered(found: Tensor, source: Tensor, places: Tensor) -> None:
 def check_collected(
     found: Tensor, rows: Tensor, places: Tensor, probs: Tensor | None = None
 ) -> None:
-    """The sums of each token's rows."""
+    """Check the sums of each token's rows."""
     each = max(1, CHUNK // rows.shape[1])
     for start in range(0, found.shape[0], each):
         total: Any = 0
@@ -813,7 +813,7 @@ def check_collected(
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("moe_permute_fwd"))
 def test_rows_by_index(impl: str, name: str) -> None:
-    """Tokens beyond HALF, rows beyond WHOLE."""
+    """The tokens have more than HALF elements, the rows more than WHOLE."""
     need(60)
     tokens = rows_beyond(HALF, COLUMNS) + PERIOD
     x = repeated(normal(PERIOD, COLUMNS), tokens)
@@ -835,7 +835,7 @@ def test_rows_by_index(impl: str, name: str) -> None:
         wanted = x[token_of[start : start + each]].float() * weights[start : start + each, None]
         assert torch.equal(dx[start : start + each], wanted.to(LOW)), start
     for start in range(0, tokens, each):
-        wanted = x[start : start + each].float().square().sum(1)  # both rows are the token's
+        wanted = x[start : start + each].float().square().sum(1)  # both rows are its copies
         for k in range(TOPK):
             torch.testing.assert_close(dprobs[start : start + each, k], wanted, rtol=1e-3, atol=0)
     del dx, dprobs
@@ -969,7 +969,7 @@ def test_a_cache_of_keys_and_values(impl: str, name: str, paged: bool) -> None:
         pytest.skip("more tokens than offsets count")
     numbers = [torch.tensor(it, dtype=torch.int32, device=DEVICE) for it in (added, cached)]
     table = None
-    if paged:  # the pages of a sequence, from the last on
+    if paged:  # each sequence has its pages in descending order
         table = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=DEVICE)
         table = table.view(3, -1).contiguous()
     call(impl, name, *new, *caches, *numbers, page_table=table)
@@ -982,7 +982,7 @@ def test_a_cache_of_keys_and_values(impl: str, name: str, paged: bool) -> None:
                     number, slot = pages - 1 - sequence * (pages // 3) - slot // page, slot % page
                 assert torch.equal(cache[number, slot], tokens[token])
                 at = number * page + slot
-                cache[number, slot] = block[at % PERIOD]  # as before
+                cache[number, slot] = block[at % PERIOD]  # restored, for the check below
         check_again(cache.view(-1, HEADS, WIDTH), block)
 
 
@@ -1016,7 +1016,7 @@ def test_angles_of_many_sequences(impl: str, name: str, interleaved: bool) -> No
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("fused_rope_forward"))
 def test_angles_of_a_long_sequence(impl: str, name: str) -> None:
-    """Positions go up with the tokens, so some of these are compared."""
+    """Angles grow with the position, so only some of the tokens are compared."""
     need(34)
     heads = 2
     tokens = rows_beyond(WHOLE, heads * WIDTH)
@@ -1046,7 +1046,7 @@ def test_angles_of_packed_projections(impl: str, name: str) -> None:
 
 
 def check_product(found: Tensor, terms: Tensor, times: int) -> None:
-    """Against a product in float64."""
+    """Check a product against ``times`` times ``terms``, a product in float64."""
     expected = terms * times
     error = (found.double() - expected).abs()
     assert bool((error <= 2**-6 * (expected.abs() + expected.square().mean().sqrt())).all())
@@ -1066,7 +1066,7 @@ def test_products(impl: str, name: str, large: str) -> None:
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("generic_gemm"))
 def test_products_over_many_terms(impl: str, name: str) -> None:
-    """Gradients of a weight, and of a bias with them: the rows are the terms of the sums."""
+    """Gradients of a weight sum over the rows."""
     need(30)
     x, dy = normal(PERIOD, HIDDEN), normal(PERIOD, COLUMNS, seed=2)
     rows = rows_beyond(WHOLE, COLUMNS) // PERIOD * PERIOD + PERIOD
@@ -1095,7 +1095,7 @@ def test_grouped_products(impl: str, name: str) -> None:
     assert begin == rows
     check_numbers(found)
     del x, found
-    # The other way: as many outputs.
+    # Now the output is the large tensor.
     weights = [it.t().contiguous() for it in weights]
     y = repeated(normal(PERIOD, HIDDEN), rows)
     found = poisoned(impl, name, weights, [y], groups)[0]
@@ -1110,7 +1110,7 @@ def test_grouped_products(impl: str, name: str) -> None:
 
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 def test_attention(mask: str) -> None:
-    impl, name = "default.flagos", "fused_attn_fwd"  # cuDNN does not count so far
+    impl, name = "default.flagos", "fused_attn_fwd"  # cuDNN declines so many elements
     need(80)
     q, k, v, dout = (normal(PERIOD, QUERIES, HEADS, WIDTH, seed=seed) for seed in range(4))
     rows = rows_beyond(HALF, q[0].numel())
@@ -1132,7 +1132,7 @@ def test_attention(mask: str) -> None:
 
 
 def many_rows(columns: int) -> Tensor:
-    """More rows than an int32 counts, with anything in them."""
+    """More rows than an int32 counts, uninitialised."""
     return torch.empty(HALF + 8, columns, dtype=LOW, device=DEVICE)
 
 
@@ -1179,7 +1179,7 @@ LIMITS: dict[tuple[str, str], tuple[Callable[[], tuple[Any, ...]], dict[str, Any
 
 @pytest.mark.parametrize(("impl", "name"), LIMITS)
 def test_what_is_beyond_a_limit_is_declined(impl: str, name: str) -> None:
-    """And nobody writes where nothing belongs: what comes behind still works."""
+    """Nothing is written out of bounds either: the device still works afterwards."""
     need(60)
     make, options = LIMITS[impl, name]
     args = make()

@@ -1,4 +1,4 @@
-"""Launches that exchange sums through memory, on several streams and in graphs at once."""
+"""Launches that exchange partial sums through memory, in several streams and graphs at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_streams_and_graphs_do_not_read_each_others_slots(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("prefer", ["flagos", "vendor:nvidia"])
 def test_slots_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> None:
-    """The stream's slots are made while torch.compile allocates from a pool of its graph."""
+    """A stream's slots outlive a graph in whose memory pool torch.compile allocates meanwhile."""
     torch._dynamo.reset()
     generator = torch.Generator("cuda").manual_seed(2)
     x, w = (

@@ -20,7 +20,7 @@ from transformer_engine_fl.core.contract import Sample
 pytestmark = pytest.mark.gpu
 SETS = ("default.flagos", "vendor.cuda")
 DTYPES = ("bfloat16", "float32")
-"""Of an operator that takes them; of another one its first two."""
+"""Dtypes of the samples; an operator that takes neither is called with its first two."""
 MOST_SAMPLES = 2
 SLEEP = 5_000_000  # cycles, some milliseconds
 
@@ -52,7 +52,7 @@ def operator_of(impl: str, name: str) -> Any:
 
 @functools.cache
 def samples_of(impl: str, name: str) -> list[Sample]:
-    """Calls that the operator serves; the first is the typical one of its first dtype."""
+    """Samples that the operator serves; the first is the typical one of its first dtype."""
     contract, operator = registry().contracts[name], operator_of(impl, name)
     chosen = [it for it in DTYPES if it in contract.dtypes] or list(contract.dtypes)[:2]
     found = []
@@ -106,7 +106,7 @@ def test_a_repeated_call_writes_what_the_ordinary_way_does(name: str) -> None:
 
 @pytest.mark.parametrize("columns", [65_536, 262_144])
 def test_blocks_that_exchange_through_memory_do_so_when_a_call_is_repeated(columns: int) -> None:
-    """Rows wider than any sample's, in launches that are cooperative."""
+    """Launches are cooperative, with rows wider than those of any sample."""
     operator = operator_of("vendor.cuda", "layernorm_bwd")
     generator = torch.Generator("cuda").manual_seed(1)
 
@@ -129,7 +129,7 @@ def tensors(call: Sample) -> list[Tensor]:
 
 
 def check_stream(operator: Any, sample: Sample) -> None:
-    """On another stream it comes behind what fills its arguments there."""
+    """On another stream the call comes after the work there that fills its arguments."""
     new = repeated_calls.renewed(sample, 30)
     call = repeated_calls.renewed(sample, 31)
     stream = torch.cuda.Stream()
@@ -144,7 +144,7 @@ def check_stream(operator: Any, sample: Sample) -> None:
 
 
 def check_graph(operator: Any, sample: Sample) -> None:
-    """Captured in a CUDA graph, it works on the values of each replay."""
+    """A captured call reads the values that are present at each replay."""
     call = repeated_calls.renewed(sample, 40)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -160,7 +160,7 @@ def check_graph(operator: Any, sample: Sample) -> None:
 
 
 def check_threads(operator: Any, sample: Sample) -> None:
-    """Two threads, each on its stream, do not touch each other's calls."""
+    """Calls of two threads, each on its own stream, do not affect each other."""
     calls = [[repeated_calls.renewed(sample, 50 + 10 * n + it) for it in range(4)] for n in (0, 1)]
     torch.cuda.synchronize()
     start = threading.Barrier(2)

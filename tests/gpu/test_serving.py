@@ -1,8 +1,8 @@
 """A small GPT served on a real GPU from its cache, and unmodified models, compiled and not.
 
-What is expected is the same model calculated without a cache by the definitions in float32, or the
-same unmodified model in float64. How far from that a set may be follows from how far the
-definitions, or torch, are in bfloat16.
+The expected values are those of the same model run without a cache by the definitions in float32,
+or of the same unmodified model in float64. The error allowed to a set is relative to the error of
+the definitions, or of torch, in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SETS = ("flagos", "vendor:nvidia")
 IDS = {"flagos": "default.flagos", "vendor:nvidia": "vendor.cuda"}
 PROMPTS = [9, 3, 5, 1, 7, 2, 8, 4]
 SIZES = [8, 3, 1, 7, 2, 5, 6, 4]
-"""Of batches, one after another."""
+"""Sizes of consecutive batches."""
 STEPS = 4
 TIMES = 3
-"""By which the error of a set may be larger than that of the definitions in bfloat16."""
+"""A set's error may be this many times that of the definitions in bfloat16."""
 
 
 @contextmanager
 def model_served(prefer: str, *traits: str) -> Iterator[GPT]:
-    """In inference mode; cuDNN has no attention to a cache, so that strict is nobody's way."""
+    """The model in inference mode; not strict, as cuDNN has no attention to a cache."""
     model = GPT(suited(SHAPE, prefer), DEVICE, DTYPE).eval()
     wanted = frozenset(traits)
     with torch.inference_mode(), te.policy_context(prefer=prefer, require=wanted):
@@ -48,13 +48,13 @@ def model_served(prefer: str, *traits: str) -> Iterator[GPT]:
 
 @functools.cache
 def words() -> Tensor:
-    """``[8, context]``: prompts, and what is said to follow them, whatever the model says."""
+    """``[8, context]``: prompts and the fixed words that follow, whatever the model predicts."""
     return torch.cat([it for it, _ in batches(SHAPE, -(-8 // SHAPE.batch), DEVICE, seed=3)])[:8]
 
 
 @functools.cache
 def narrow_error() -> float:
-    """Of logits, by the definitions in bfloat16; without a cache."""
+    """The error of the definitions' logits in bfloat16, without a cache."""
     with torch.inference_mode(), te.with_preference("reference"):
         model = GPT(SHAPE, DEVICE, DTYPE).eval()
         return error([model.logits(words())], [exact(model).logits(words())])
@@ -62,7 +62,7 @@ def narrow_error() -> float:
 
 @functools.cache
 def all_logits() -> Tensor:
-    """What is right behind each word, ``[8, context, words]``."""
+    """The expected logits after each word, ``[8, context, words]``."""
     with torch.inference_mode(), te.with_preference("reference"):
         return exact(GPT(SHAPE, DEVICE, DTYPE)).eval().logits(words())
 
@@ -72,12 +72,12 @@ def int32(values: Any) -> Tensor:
 
 
 def prefill(model: GPT, cache: Cache, rows: Tensor, lengths: list[int]) -> Tensor:
-    """Prompts of several lengths; what stands behind the end of one is any word."""
+    """Prompts of several lengths; what follows the end of a prompt in its row is arbitrary."""
     return model.serve(rows[:, : max(lengths)], int32(lengths), cache)
 
 
 def behind(rows: list[int], lengths: list[int]) -> Tensor:
-    """The right logits behind so many words of each row."""
+    """The expected logits after the first ``lengths`` words of each row."""
     return all_logits()[rows, [it - 1 for it in lengths]]
 
 
@@ -91,7 +91,7 @@ def check(found: list[Tensor], right: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("prefer", SETS)
 def test_batches_of_every_size_are_served_from_the_cache(prefer: str) -> None:
-    """One after another, by the same kernels; each begins with an empty cache."""
+    """Batches run one after another through the same kernels, each with an empty cache."""
     found, right = [], []
     with model_served(prefer) as model:
         for size in SIZES:
@@ -109,7 +109,7 @@ def test_batches_of_every_size_are_served_from_the_cache(prefer: str) -> None:
 
 @pytest.mark.parametrize("prefer", SETS)
 def test_words_come_several_at_once_and_no_word_at_all(prefer: str) -> None:
-    """As where what was guessed is looked at, and in parts of a long prompt."""
+    """As in speculative decoding, and in a long prompt that is processed in parts."""
     rows, lengths = words()[:4], [0, 0, 0, 0]
     with model_served(prefer) as model:
         cache = Cache(model, 4)
@@ -146,7 +146,7 @@ def test_sequences_end_and_the_others_go_on_in_other_rows(prefer: str) -> None:
 @pytest.mark.parametrize("size", [1, 5, 8])
 @pytest.mark.parametrize("prefer", SETS)
 def test_a_decoding_step_in_a_graph_goes_on_as_lengths_grow(prefer: str, size: int) -> None:
-    """It reads the words and the lengths on the device, and says the next words itself."""
+    """The captured step reads words and lengths on the device and writes the next words there."""
     with model_served(prefer, "deterministic", "graph_safe") as model:
         ones, prompts = int32([1] * size), words()[:size]
 
@@ -169,7 +169,7 @@ def test_a_decoding_step_in_a_graph_goes_on_as_lengths_grow(prefer: str, size: i
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = step(one, cache)
-        for _ in range(2):  # the second time, over what is cached already
+        for _ in range(2):  # the second time, the cache holds old tokens
             begin(cache, one)
             for expected_logits, expected_words in right:
                 graph.replay()
@@ -182,7 +182,7 @@ def test_a_decoding_step_in_a_graph_goes_on_as_lengths_grow(prefer: str, size: i
 
 
 class Norm(nn.Module):
-    """As such models have it."""
+    """RMS norm as such models write it, in plain torch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """Rotary attention with fewer heads of keys than of queries, and a gated layer."""
+    """Attention with rotary embedding and grouped queries, and a gated feed-forward layer."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def _half_turned(x: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """What nobody wrote for this package: words in, logits and a cache out."""
+    """A model written without regard to this package: words in, logits and a cache out."""
 
     def __init__(self, words: int = 256, width: int = 128, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def llama() -> tuple[Llama, Tensor]:
 
 
 def generated(model: Callable[..., Any], tokens: Tensor) -> list[Tensor]:
-    """Logits of a prompt, and of words that follow it one by one."""
+    """Logits of a prompt, and of the words that follow it one by one."""
     logits, past = model(tokens[:, :16])
     found = [logits.clone()]
     for place in range(16, tokens.shape[1]):
@@ -288,7 +288,7 @@ def test_an_unmodified_model_generates_as_it_does_without(prefer: str, compiled:
             undo()
         assert error(found, right) <= bound
     if not compiled:
-        # cuDNN's plans want tokens before heads in memory; of repeated keys heads come first.
+        # Not by cuDNN, which needs tokens before heads in memory; repeated keys have heads first.
         attention = {"aten::scaled_dot_product_attention"}
         assert attention <= {name for name, _ in ran}, ran
         served = {name for name, impl in ran if impl == IDS[prefer]}
@@ -305,7 +305,7 @@ def encoder(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
 @pytest.mark.parametrize("prefer", SETS)
-# torch itself, where its CUDA graphs start with an empty one.
+# A warning of torch's: some of its own CUDA graphs are empty.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_layer_of_torchs_trains_as_it_does_without(prefer: str, mode: str | None) -> None:
     torch._dynamo.reset()
@@ -333,7 +333,7 @@ def test_a_layer_of_torchs_trains_as_it_does_without(prefer: str, mode: str | No
 
 @pytest.mark.parametrize("prefer", SETS)
 def test_a_layer_of_torchs_is_served_without_gradients(prefer: str) -> None:
-    """In evaluation torch has one operator for all of it."""
+    """In evaluation mode torch runs the whole layer as one operator."""
     layer, x, padded = encoder(DTYPE)
     layer.eval()
     with torch.inference_mode():

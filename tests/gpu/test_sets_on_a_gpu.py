@@ -32,7 +32,7 @@ def test_a_cuda_graph_captures_a_dispatch_and_replays_it_on_new_values(prefer: s
     manager = te.get_default_manager()
     x, w = inputs()
     with te.policy_context(prefer=prefer, strict=True, require=["graph_safe"]):
-        manager.call("rmsnorm_fwd", x, w)  # compiled, loaded and planned before the capture
+        manager.call("rmsnorm_fwd", x, w)  # compile, load and plan before the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = manager.call("rmsnorm_fwd", x, w)
@@ -54,13 +54,13 @@ def test_a_kernel_runs_on_the_stream_that_is_current(prefer: str) -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
-            x.fill_(2.0)  # behind the sleep: a launch on another stream would miss it
+            x.fill_(2.0)  # queued after the sleep: a launch on another stream would not see it
             results = manager.call("rmsnorm_fwd", x, w)
     stream.synchronize()
     check_rms(results, x, w)
 
 
-# torch itself, where its CUDA graphs start with an empty one.
+# A warning of torch's: some of its own CUDA graphs are empty.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("prefer", SETS)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -1,4 +1,4 @@
-"""Times of calls that the host is slow to ask for."""
+"""Timing of calls that are slow on the host."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def test_the_time_of_the_device_is_counted() -> None:
     end.record()
     torch.cuda.synchronize()
     each = start.elapsed_time(end) / 20
-    assert median_ms(lambda: x.add_(1)) > each / 2  # others may use the device at the same time
+    assert median_ms(lambda: x.add_(1)) > each / 2  # other processes may use the device meanwhile

@@ -1,8 +1,8 @@
-"""A small GPT trained on a real GPU, in the ways in which models are trained.
+"""A small GPT trained on a real GPU in the usual ways.
 
-What is expected is what the definitions give in float32 for the same parameters. How far from
-that a set may be follows from how far the definitions themselves are in bfloat16. Where two ways
-have to give the same bits, they are asked for by implementations that claim to be deterministic.
+The expected values are those of the definitions in float32 for the same parameters. The error
+allowed to a set is relative to the error of the definitions in bfloat16. Tests that expect the
+same bits require implementations that claim to be deterministic.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SHAPES = {
     "experts": dataclasses.replace(LARGE, experts=4),
     "chosen experts": dataclasses.replace(LARGE, experts=4, topk=2),
 }
-"""Where every expert gets every token, the host knows how many rows each has."""
+"""If every expert gets every token, the host knows the number of rows of each expert."""
 STEPS = 4
 LR = 3e-3
 LOSS = 2.0**-7
-"""Of losses, relative: the distance of two neighbours in bfloat16."""
+"""Relative tolerance of losses: the spacing of bfloat16."""
 TIMES = 3
-"""By which the error of a set may be larger than that of the definitions in bfloat16."""
+"""A set's error may be this many times that of the definitions in bfloat16."""
 
 
 @contextmanager
 def policy(prefer: str, *traits: str, strict: bool = True) -> Iterator[None]:
-    """A global one: autograd has threads of its own, in which what is checkpointed runs again."""
+    """A global policy, as autograd recomputes checkpointed parts in threads of its own."""
     wanted = te.SelectionPolicy(prefer=prefer, strict=strict, require=frozenset(traits))
     before = te.set_global_policy(wanted)
     try:
@@ -53,7 +53,7 @@ def policy(prefer: str, *traits: str, strict: bool = True) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What is right, and how far from it the definitions are in bfloat16."""
+    """The expected results, and the error of the definitions in bfloat16."""
 
     losses: Tensor
     gradients: list[Tensor]
@@ -73,7 +73,7 @@ def expected(kind: str) -> Expected:
 
 
 def start(prefer: str, kind: str = "dense") -> tuple[GPT, list[tuple[Tensor, Tensor]]]:
-    """A model and batches, always the same."""
+    """A model and batches that are the same each time."""
     model = GPT(small_gpt.suited(SHAPES[kind], prefer), DEVICE, DTYPE)
     return model, batches(SHAPES[kind], STEPS, DEVICE)
 
@@ -87,7 +87,7 @@ def check_losses(losses: list[Tensor], kind: str = "dense") -> None:
     right = expected(kind).losses
     found = torch.stack(losses)
     assert bool(((found - right).abs() <= LOSS * right).all()), (found, right)
-    assert found[-1] < found[0] - 1  # which is more than that: it has learnt
+    assert found[-1] < found[0] - 1  # more than the tolerance: the model has learnt
 
 
 def check_same(found: list[Tensor], right: list[Tensor]) -> None:
@@ -97,7 +97,7 @@ def check_same(found: list[Tensor], right: list[Tensor]) -> None:
 
 
 def trained(prefer: str, kind: str = "dense") -> list[Tensor]:
-    """Losses, and all that changed."""
+    """The losses, and everything that training changes."""
     model, given = start(prefer, kind)
     trainer = Trainer(model, LR)
     losses = trainer.train(given)
@@ -120,7 +120,7 @@ def test_losses_and_gradients_are_those_of_the_definitions(prefer: str, kind: st
 
 @pytest.mark.parametrize("prefer", SETS)
 def test_under_autocast_parameters_are_float32_and_products_are_not(prefer: str) -> None:
-    """Products are torch's, what is between them is dispatched and keeps the dtypes it gets."""
+    """torch computes the products; the rest is dispatched and keeps the dtypes of its inputs."""
     right = expected("dense")
     model, given = start(prefer)
     model = exact(model)
@@ -146,7 +146,7 @@ def test_under_autocast_parameters_are_float32_and_products_are_not(prefer: str)
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("prefer", SETS)
 def test_gradients_of_parts_of_a_batch_add_up(prefer: str, kind: str) -> None:
-    """Into ``grad``, and into float32 that the products write themselves."""
+    """Gradients accumulate in ``grad``, and in float32 where the products write them directly."""
     bound = TIMES * expected(kind).error
     model, given = start(prefer, kind)
     parts = list(zip(*(it.split(1) for it in given[0]), strict=True))
@@ -193,7 +193,7 @@ def test_checkpointing_gives_the_same_bits(prefer: str, kind: str) -> None:
         model.checkpointed = True
         check_same(gradients(model, model(*given[0], step=3)), ordinary)
         other = gradients(model, model(*given[0], step=4))
-    assert not all(map(torch.equal, other, ordinary))  # the masks of dropout are others
+    assert not all(map(torch.equal, other, ordinary))  # dropout draws other masks
 
 
 @pytest.mark.parametrize("prefer", SETS)
@@ -235,7 +235,7 @@ def test_a_whole_step_in_a_graph_gives_the_same_bits(prefer: str, kind: str, way
         check_same(*results)
 
 
-# torch itself: it captures on another stream than the one it warms up on.
+# A warning of torch's: it captures on another stream than the one of the warm-up.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("prefer", SETS)
 def test_blocks_made_graphed_callables_give_the_same_bits(prefer: str) -> None:
@@ -269,7 +269,7 @@ def test_blocks_made_graphed_callables_give_the_same_bits(prefer: str) -> None:
 # --------------------------------------------------------------------------------- compiled
 
 
-# torch itself, where its CUDA graphs start with an empty one.
+# A warning of torch's: some of its own CUDA graphs are empty.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -284,7 +284,7 @@ def test_a_compiled_model_trains_as_an_ordinary_one(prefer: str, kind: str, mode
     with policy(prefer):
         for number, batch in enumerate(given):
             torch.compiler.cudagraph_mark_step_begin()
-            # One step number: each other one of dropout would be compiled anew.
+            # The step number stays the same: dropout would be recompiled for each new one.
             loss = compiled(*batch)
             loss.backward()
             if not number:
@@ -301,7 +301,7 @@ def test_a_compiled_model_trains_as_an_ordinary_one(prefer: str, kind: str, mode
 
 
 def ordinary_losses(prefer: str, kind: str) -> list[Tensor]:
-    """Where dropout has the same masks in every step."""
+    """The losses of an eager run in which dropout has the same masks in every step."""
     model, given = start(prefer, kind)
     trainer = Trainer(model, LR)
     with policy(prefer):
@@ -321,12 +321,12 @@ def test_memory_does_not_grow_from_step_to_step(prefer: str, kind: str) -> None:
         for _ in range(4 * period):
             trainer.train(given[:1])
             seen.append(torch.cuda.memory_allocated())
-    # Gradients have other addresses in each step, and so other tables; a full cache is cleared.
+    # In each step gradients have new addresses, and so new tables; a full cache is cleared.
     grown = max(seen[-period:]) - max(seen[period : 2 * period])
     assert grown < 2**14, seen
 
 
-# torch itself: it does not know of every wait.
+# A warning of torch's: the debug mode does not find every synchronisation.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("way", ["fused", "at once", "logits"])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -351,7 +351,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(prefer: str) -> None:
     trainer = Trainer(model, LR)
     with policy(prefer):
         trainer.train(given[:1])
-        before = [it.detach().clone() for it in trainer.state()[:-1]]  # all but its number
+        before = [it.detach().clone() for it in trainer.state()[:-1]]  # without the step number
         model(*given[1]).backward()
         model.blocks[1].down.weight.grad[3, 5] = torch.inf
         trainer.update()

@@ -1,7 +1,7 @@
-"""Two GPUs: a process on each, and one process, or two threads, with both.
+"""Two GPUs: a process for each, and one process, or two threads, that use both.
 
-What processes make together is held against the definitions over the whole. One process has to
-get the same bits from either device, whichever of them is current.
+Joint results of several processes are compared with the definitions over the whole. One process
+has to get the same bits from both devices, whichever is current.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SETS = ("flagos", "vendor:nvidia")
 IDS = {"flagos": "default.flagos", "vendor:nvidia": "vendor.cuda"}
 TIMEOUT = 240
 TIMES = 3
-"""By which the error of a set may be larger than that of the definitions in bfloat16."""
+"""A set's error may be this many times that of the definitions in bfloat16."""
 STEPS = 3
 
 
 @pytest.fixture(autouse=True)
 def two_devices() -> Iterator[None]:
-    """The first of them is current before a test and after it."""
+    """Device 0 is current before and after each test."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     torch.cuda.set_device(0)
@@ -53,14 +53,14 @@ def two_devices() -> Iterator[None]:
 
 
 class Worked:
-    """What the ranks made of each of the works, by set; made when it is first asked for."""
+    """The results of the ranks by set and task; computed on first use."""
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self._folder = folder
         self.by_set: dict[str, list[dict[str, Any]]] = {}
 
     def of(self, prefer: str, work: str) -> list[Any]:
-        """Of each rank."""
+        """The results of one task, one for each rank."""
         if prefer not in self.by_set:
             args = self._folder(), DEVICE, prefer, suited(SHAPE, prefer), DTYPE, TIMEOUT
             self.by_set[prefer] = ranks.of_all_ranks(*args)
@@ -115,7 +115,7 @@ def test_wide_shards_of_narrow_logits_have_the_loss_of_the_whole(
 
 @functools.cache
 def of_halves() -> tuple[list[Tensor], list[Tensor], float]:
-    """Losses of the halves of the first batch, their mean gradients; the error in bfloat16."""
+    """The losses of the halves of the first batch, their mean gradients, the error in bfloat16."""
 
     def results(model: GPT) -> tuple[list[Tensor], list[Tensor]]:
         (batch,) = batches(SHAPE, ranks.STEPS, DEVICE)[:1]
@@ -133,11 +133,11 @@ def test_data_parallel_ranks_have_the_mean_of_their_gradients(worked: Worked, pr
     found = worked.of(prefer, "data parallel")
     for mine, right in zip(found, losses, strict=True):
         assert abs(mine[0][0] - right) <= 2.0**-7 * right
-    # Each gradient is rounded once more, when it is added up.
+    # The all-reduce rounds each gradient once more.
     assert error(found[0][1], grads) <= TIMES * (narrow + 2.0**-9)
     same = [list(map(torch.equal, *their)) for their in zip(*(it[1:] for it in found), strict=True)]
     assert all(map(all, same))
-    assert not torch.equal(found[0][0][0], found[1][0][0])  # they had other words
+    assert not torch.equal(found[0][0][0], found[1][0][0])  # the ranks had different words
 
 
 @pytest.mark.parametrize("prefer", SETS)
@@ -177,7 +177,7 @@ def test_ranks_that_share_sequences_have_attention_over_the_whole(
     everyone = torch.cat([it[0] for it in found])
     assert everyone.sort().values.equal(torch.arange(len(q)))
     for place, whole in enumerate(right, 1):
-        # Each step rounds what it returns, and what has been added up.
+        # Each step of the ring rounds its result and the accumulated value.
         assert error([torch.cat([it[place] for it in found])], [whole[everyone]]) <= 2.0**-7
 
 
@@ -205,7 +205,7 @@ OPERATORS = [
 
 
 def there(sample: Sample, device: str) -> Sample:
-    """The call with tensors of its own on the device; what belongs on the host stays there."""
+    """The call with its own tensors on the device; host tensors stay on the host."""
 
     def moved(tensor: Tensor) -> Tensor:
         if tensor.device.type != torch.device(device).type:
@@ -220,7 +220,7 @@ def there(sample: Sample, device: str) -> Sample:
 
 
 def served(name: str, sample: Sample) -> bool:
-    """Whether the set takes the call; under a strict policy no other does."""
+    """Whether the set takes the call; the policy must be strict, so that no other set can."""
     call = there(sample, DEVICES[0])
     try:
         getattr(ops, name)(*call.args, **call.kwargs)
@@ -230,7 +230,7 @@ def served(name: str, sample: Sample) -> bool:
 
 
 def check_devices(name: str, sample: Sample, same_bits: bool = True) -> None:
-    """Twice on each device, in turn: the first calls, and those that are known."""
+    """Call twice on each device, alternating: first calls and repeated ones."""
     first: list[Tensor] = []
     for device in DEVICES * 2:
         call = there(sample, device)
@@ -248,7 +248,7 @@ def check_devices(name: str, sample: Sample, same_bits: bool = True) -> None:
 
 
 def claims(prefer: str, name: str) -> bool:
-    """Whether the set's operator claims the same bits from call to call."""
+    """Whether the set's operator claims to be deterministic."""
     candidates = te.get_default_manager().registry.get_implementations(name)
     impl = next((it for it in candidates if it.impl_id == IDS[prefer]), None)
     return impl is None or "deterministic" in impl.traits
@@ -274,7 +274,7 @@ def test_an_operator_gives_the_same_bits_on_either_device(prefer: str, name: str
 @pytest.mark.parametrize("columns", [64, 20_000, 131_072])
 @pytest.mark.parametrize("prefer", SETS)
 def test_rows_of_every_width_give_the_same_bits_on_either_device(prefer: str, columns: int) -> None:
-    """Of the widest, several blocks tell each other sums, in memory of the device's own."""
+    """Several blocks share each of the widest rows and exchange sums through the device's slots."""
     generator = torch.Generator().manual_seed(columns)
     rows = 40
 
@@ -305,7 +305,7 @@ def test_rows_of_every_width_give_the_same_bits_on_either_device(prefer: str, co
 
 
 def trained(prefer: str, device: str, graphed: bool = False) -> list[Tensor]:
-    """Losses and all that a few steps change, on the CPU."""
+    """The losses and everything that a few steps change, on the CPU."""
     model = GPT(suited(EXPERTS, prefer), device, DTYPE)
     trainer, given = Trainer(model), batches(EXPERTS, STEPS, device)
     if graphed:
@@ -329,7 +329,7 @@ def test_a_model_trains_alike_on_either_device(prefer: str) -> None:
         check_same(trained(prefer, DEVICES[0]), right)
 
 
-# torch itself: weights that are copied to the other device get their gradients from its stream.
+# A warning of torch's: a weight copied to the other device gets its gradient on that stream.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("prefer", SETS)
 def test_a_model_with_a_part_on_each_device_has_the_same_gradients(prefer: str) -> None:
