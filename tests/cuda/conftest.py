@@ -1,4 +1,4 @@
-"""What the tests of the CUDA C++ set need."""
+"""Fixtures for the tests of the CUDA C++ set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine_fl.testing import Guarded
 
 @pytest.fixture
 def compiler() -> None:
-    """Skip where kernels cannot be compiled; no device is needed."""
+    """Skip if kernels cannot be compiled; no device is needed."""
     reason = _compile.missing_compiler()
     if reason:
         pytest.skip(reason)
@@ -24,7 +24,7 @@ def compiler() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of compiled kernels, for this test alone."""
+    """An empty cache of compiled kernels for one test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return _compile.CACHE.folder
 
@@ -41,7 +41,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Memory that is handed out holds NaN, so that what is not written shows."""
+    """Allocated memory holds NaN, so that elements which are never written are found."""
     with Guarded() as memory:
         yield
     assert memory.broken() is None
@@ -49,7 +49,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the set's kernels run: on the CPU, emulated, and where there is a GPU on that."""
+    """Where the kernels run: on the CPU, emulated, and on a GPU if there is one."""
     if request.param == "gpu":
         yield "cuda"
         return
@@ -62,7 +62,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_known_calls() -> Iterator[None]:
-    """What a test changes about plans is not hidden by calls that came before."""
+    """Forget repeated calls, which would hide a test's changes to plans."""
     _repeats.forget()
     yield
     _repeats.forget()

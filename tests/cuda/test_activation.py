@@ -70,7 +70,7 @@ def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("size", [1, 7, 2047, 2048, 2049, 100_003])
 def test_tails_of_elementwise_tensors(size: int, dtype: torch.dtype) -> None:
     x, grad = values(size + 3, dtype=dtype, seed=1), values(size + 3, dtype=dtype, seed=2)
-    for skip in (0, 1, 2):  # aligned memory and not
+    for skip in (0, 1, 2):  # aligned and unaligned memory
         args = grad[skip : skip + size], x[skip : skip + size]
         check("gelu", args[1])
         check("dgelu", *args)
@@ -121,7 +121,7 @@ def test_bias_gradients_of_strips_of_many_rows(
 @pytest.mark.gpu
 def test_it_can_be_captured_and_replayed() -> None:
     x, grad = (values(256, 1024, dtype=torch.bfloat16, seed=seed) for seed in (7, 8))
-    activation._kernels.clear()  # the first call, with its loading, is captured too
+    activation._kernels.clear()  # so the capture includes loading
     activation._bias_kernels.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Attention by cuDNN: what is asked of it, and what is left to others."""
+"""Attention by cuDNN: the arguments that it gets, and the calls that are declined."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_cudnn_does_not_do_is_left_to_others(
 @pytest.mark.parametrize("far", range(3))
 def test_what_lies_behind_32_bits_is_left_to_others(far: int) -> None:
     args = list(heads())
-    behind = torch.empty(2**31 + 1024, dtype=LOW)  # no page of it is touched
+    behind = torch.empty(2**31 + 1024, dtype=LOW)  # its pages are never touched
     args[far] = behind.as_strided((2, 16, 4, 16), (2**31, 64, 16, 1))
     with cuda_emulation.running(), pytest.raises(NotSupportedError, match="more than cuDNN counts"):
         attention.fused_attn_fwd(*args)
@@ -77,7 +77,7 @@ def unaligned(tensor: Tensor) -> Tensor:
 def test_tensors_that_begin_between_accesses_are_left_to_others(place: int) -> None:
     given = list(heads())
     with cuda_emulation.running():
-        attention.fused_attn_fwd(*given)  # a call like it is known now
+        attention.fused_attn_fwd(*given)  # calls like this one are repeated from now on
         given[place] = unaligned(given[place])
         with pytest.raises(NotSupportedError, match="aligned to 16"):
             attention.fused_attn_fwd(*given)
@@ -179,7 +179,7 @@ def test_it_can_be_captured_and_replayed() -> None:
     q, k, v = (on_cuda(2, 256, 4, 64, seed=i) for i in range(3))
     dout = on_cuda(2, 256, 4, 64, seed=4)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):  # plans are made before the capture
+    with torch.cuda.stream(side):  # make the plans before the capture
         attention.fused_attn_bwd(dout, q, k, v, *attention.fused_attn_fwd(q, k, v))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""A kernel that does not compile: the next implementation serves, whatever the operator writes."""
+"""A kernel that does not compile: the next implementation serves, even an operator that mutates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_engine_fl.testing.arguments import clone
 
 
 def _manager() -> OpManager:
-    """The set, and behind it the reference, on any device."""
+    """A manager with this set and the reference after it, on any device."""
     registry = cuda_emulation.registry_for_any_device()
     reference.register(registry)
     return OpManager(registry, builtins=False, plugins=False)
@@ -31,7 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _mixed() -> list[torch.Tensor]:
-    """Tensors for which two kernels are needed."""
+    """Tensors of two dtypes, which need two kernels."""
     return [torch.ones(40), torch.ones(40, dtype=torch.float64)]
 
 
@@ -48,11 +48,11 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "multi_tensor_adam": lambda: ((_mixed(), _mixed(), _mixed(), _mixed(), 0.1, 1), {}),
     "multi_tensor_sgd": lambda: ((_mixed(), _mixed(), _mixed(), 0.1), {"momentum": 0.9}),
 }
-"""One that writes no argument, and some that write lists by more than one kernel."""
+"""An operator that writes no argument, and some that write lists by several kernels."""
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, which: int) -> list[str]:
-    """Have the kernel that is loaded as this one not compile; what has been loaded."""
+    """Make the ``which``-th kernel fail to compile; returns the names of the kernels loaded."""
     for family in (normalization, optimizer):
         for plans in vars(family).values():
             if isinstance(plans, Plans):

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept on disk, and nothing about the disk can break a call."""
+"""Compiled kernels are kept on disk, and no failure of the disk breaks a call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def entries() -> list[Path]:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of our own with one small kernel."""
+    """A source folder of this test's own, with one small kernel."""
     folder = tmp_path / "sources"
     (folder / "include").mkdir(parents=True)
     (folder / "kernels.cu").write_text(SOURCE)
@@ -49,7 +49,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Specialisation]:
-    """What has been compiled so far."""
+    """The specialisations compiled so far."""
     seen: list[Specialisation] = []
     real = _compile._compile
 

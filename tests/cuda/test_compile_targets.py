@@ -1,8 +1,8 @@
 """Every kernel compiles for every generation of GPU, on a machine that has none.
 
-Each specialisation does for Hopper, at whose code tests look, and one of the others that have it;
-with ``--every-target`` for all. The same code at other sizes and types, for which a compiler seldom
-fails on one target alone, took most of the suite's time.
+Each specialisation is compiled for Hopper, whose code the tests inspect, and for one of the other
+targets that have it; ``--every-target`` compiles all for all. The same code at other sizes and
+dtypes seldom fails on one target alone, and compiling it took most of the suite's time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Case = TypeVar("Case", bound=Hashable)
 
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for the whole run, in whichever process: several tests ask for the same kernels."""
+    """One cache for the run and all its processes, as several tests need the same kernels."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -59,7 +59,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def _families() -> Iterator[tuple[str, ModuleType]]:
-    """Those that bring kernels; others call libraries."""
+    """The families that have kernels; the others call libraries."""
     for family in cuda.FAMILIES:
         module = importlib.import_module(f"{cuda.__name__}.{family}")
         if hasattr(module, "representative_sources"):
@@ -67,7 +67,7 @@ def _families() -> Iterator[tuple[str, ModuleType]]:
 
 
 def _benchmarked() -> Iterator[tuple[str, ModuleType]]:
-    """The files of ``benchmarked/``: what must not spill, and move in 16-byte accesses."""
+    """The modules of ``benchmarked/``: kernels that must not spill and use 16-byte accesses."""
     for path in (Path(__file__).parent / "benchmarked").glob("*.py"):
         spec = importlib.util.spec_from_file_location(f"benchmarked_{path.stem}", path)
         assert spec is not None
@@ -80,7 +80,7 @@ def _benchmarked() -> Iterator[tuple[str, ModuleType]]:
 FAMILIES = dict(_families())
 BENCHMARKED = dict(_benchmarked())
 COPYING = {"activation", "epilogue", "normalization", "softmax"}
-"""Families that copy to shared memory past the registers."""
+"""Families that copy to shared memory without going through registers (LDGSTS)."""
 DEPENDENT = {
     "activation",
     "epilogue",
@@ -90,7 +90,7 @@ DEPENDENT = {
     "quantization",
     "router",
 }
-"""Families of which kernels start before the one before them has ended."""
+"""Families with kernels that start before the preceding kernel has ended."""
 
 
 def _sources(family: str, device: Limits) -> Sources:
@@ -103,16 +103,16 @@ def in_turn(
     looked_at: str,
     kernel: Callable[[Case], Hashable],
 ) -> list[bool]:
-    """Whether each case of a target is compiled for it.
+    """Whether to compile each case of ``target`` for it.
 
-    All are for the one whose code is looked at. The others take turns, but each compiles the first
-    case of every kernel, and every case that the looked-at target lacks.
+    All cases are compiled for the target whose code is inspected. The others take turns, but each
+    compiles the first case of every kernel, and every case that the inspected target lacks.
 
     Args:
-        target: for which.
-        cases: of every target.
-        looked_at: the target for which all are.
-        kernel: which kernel a case is of.
+        target: the target in question.
+        cases: the cases of every target.
+        looked_at: the target whose code is inspected.
+        kernel: returns the kernel of a case.
     """
     own = cases[target]
     if target == looked_at:
@@ -157,7 +157,7 @@ def test_targets_take_turns_and_each_has_every_kernel() -> None:
         for name, those in cases.items()
     }
     assert of["x"] == {*cases["x"]}
-    # Of those that x has too each is compiled for one of the others, if these have it.
+    # Each case that x has too is compiled for one of the other targets, if any has it.
     assert of["y"] == {"a1", "b1", "b2", "a3"}
     assert of["z"] == {"a2", "b1", "a5", "a6"}
 
@@ -189,7 +189,7 @@ DUMPS = DiskCache("dumps", "what the disassembler says")
 
 @pytest.fixture
 def dump(cache: None, tmp_path: Path) -> Dump:
-    """Compiles a kernel for Hopper and gives what the disassembler says of it."""
+    """Compiles a kernel for Hopper and returns the disassembler's output."""
     triton = pytest.importorskip("triton", reason="its wheel has the disassembler")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
@@ -215,7 +215,7 @@ _PARAMETER = re.compile(r"Ordinal : (\S+)\s+Offset\s+: (\S+)\s+Size\s+: (\S+)")
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_launch_packs_what_the_kernel_takes(family: str, dump: Dump) -> None:
-    """One of each kernel: the driver copies each parameter from its place, in its size."""
+    """The driver copies each parameter from its offset, in its size; one case of each kernel."""
     kinds = {
         (source.source, source.kernel, geometry.arguments): source
         for source, geometry in _sources(family, HOPPER).items()
@@ -231,7 +231,7 @@ def test_a_launch_packs_what_the_kernel_takes(family: str, dump: Dump) -> None:
             (at, end - struct.calcsize(kind), struct.calcsize(kind))
             for at, (kind, end) in enumerate(zip(arguments, ends, strict=True))
         ]
-        # A structure is last, and takes all the numbers from there on.
+        # A structure is the last parameter and takes all remaining numbers.
         last = len(found) - 1
         assert last < len(places), source
         structure = (last, places[last][1], ends[-1] - places[last][1])
@@ -251,7 +251,7 @@ def test_no_kernel_of_the_benchmarked_shapes_spills_registers(family: str, dump:
 @pytest.mark.parametrize("family", BENCHMARKED)
 def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(family: str, dump: Dump) -> None:
     for source in dict.fromkeys(BENCHMARKED[family].sources(HOPPER)):
-        if source.source in ("row_maps", "sums"):  # few bytes
+        if source.source in ("row_maps", "sums"):  # these move few bytes
             continue
         code = dump(source, "sass")
         copies = re.findall(r"\bLDGSTS\S*", code)
@@ -266,7 +266,7 @@ def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(family: str, d
 def test_no_copy_to_shared_memory_has_two_registers_for_its_address(
     family: str, dump: Dump
 ) -> None:
-    """With an L2 policy that is an illegal instruction, which CUDA 13.0's compiler makes."""
+    """With an L2 policy that is an illegal instruction, yet CUDA 13.0's compiler emits it."""
     found = False
     for source in dict.fromkeys(BENCHMARKED[family].sources(HOPPER)):
         addresses = re.findall(r"\bLDGSTS\S* \[([^]]*)\]", dump(source, "sass"))
@@ -295,7 +295,8 @@ def test_what_the_kernel_before_writes_is_neither_read_nor_overwritten_early(
         before, wait, _ = code.partition("ACQBULK")
         assert wait, source
         assert not re.search(r"\b(STG|ATOMG|RED)\b", before), source
-        # Only what is cast, or moved, may be read by then: it is older than the launch before.
+        # Only the input of a cast or a move may be read before the wait: the preceding launch does
+        # not write it.
         older = dict(source.defines).get("SOURCE") in (0, 1) or source.kernel == "permute_indices"
         assert older or not re.search(r"\b(LDG|LDGSTS)\b", before), source
 
@@ -314,7 +315,7 @@ def test_a_sum_that_is_read_again_is_written_whole_and_first(dump: Dump) -> None
 
 @pytest.mark.usefixtures("compiler", "cache")
 def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -> None:
-    """A barrier of the cluster is a fence for all that was stored before it, a join is none."""
+    """A cluster's barrier is a fence for all earlier stores, a join is not."""
     same = (torch.bfloat16,) * 4
     forward = ForwardKey(131_072, 8, *same, True, False)
     added = ForwardKey(131_072, 8, *same, False, False, added=True)
@@ -332,7 +333,7 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -
                 source, defines=tuple({**defines, "EXCHANGE": mode}.items())
             )
             code = dump(other, "sass")
-            start, there, rest = code.partition("UCGABAR_WAIT")  # until all blocks run
+            start, there, rest = code.partition("UCGABAR_WAIT")  # all blocks run from here on
             assert "MEMBAR" not in start, source
             assert there, source
             fences[mode] = rest.count("MEMBAR")
@@ -341,5 +342,5 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -
 
 
 def _all_of_16_bytes(source: _compile.Specialisation) -> tuple[int, int]:
-    """Bits that an access reads and writes; a family may say otherwise, or 0, of its kernels."""
+    """Bits of a read and of a write; a family's ``bits`` may differ, with 0 for not checked."""
     return 128, 128

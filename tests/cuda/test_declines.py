@@ -1,4 +1,4 @@
-"""What has no memory on a CUDA device is left to the next set, before anything is launched."""
+"""Tensors without memory on a CUDA device are declined before anything is launched."""
 
 from __future__ import annotations
 

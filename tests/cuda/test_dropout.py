@@ -37,14 +37,14 @@ def test_wrong_numbers_are_named(probability: float, options: dict[str, Any], na
     assert raised.value.argument == named
 
 
-# A block of threads works on 1024 or 2048 elements.
+# A block of threads processes 1024 or 2048 elements.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 8, 1023, 2047, 2048, 2049, 5003])
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_tails_and_unaligned_memory(
     skipped: int, size: int, dtype: torch.dtype, device: str
 ) -> None:
-    """The mask and the values are the reference's, of which both are one rounding."""
+    """Mask and values have the reference's bits: both round each value once."""
     x = values(size + skipped, dtype, device)[skipped:]
     options = {"seed": 77, "offset": 5}
     with testing.Guarded() as memory:
@@ -72,7 +72,7 @@ def test_places_whose_bytes_are_beyond_32_bits() -> None:
 @pytest.mark.gpu
 def test_it_can_be_captured_and_replayed() -> None:
     x = values(100_003, torch.bfloat16, "cuda")
-    dropout._kernels.clear()  # the first call, with its loading, is captured too
+    dropout._kernels.clear()  # so the capture includes loading
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output, mask = dropout.dropout_fwd(x, 0.3, seed=1)

@@ -1,6 +1,6 @@
 """The CUDA set keeps every contract on a machine without a GPU: its kernels run on the CPU.
 
-A family that the set registers is tested without a word here.
+Every family that the set registers is tested, without being named here.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from transformer_engine_fl.core.manager import OpManager
 from transformer_engine_fl.ops.epilogue import EPILOGUES
 
 LEFT_OUT = ("float16", "float64")
-"""Formats whose code is that of the others; a GPU's run has them."""
+"""Dtypes that share their code with others; runs on a GPU test them."""
 ALL = bool(os.environ.get("TE_FL_EMULATE_ALL"))
-"""Test the other ones too, which takes many minutes."""
+"""Whether to test these dtypes, and every epilogue, too, which takes many minutes."""
 MISSING = cuda_emulation.missing()
 
 
 def _tests() -> Iterator[object]:
-    """Cases of one operator and dtype, and of one kind, are one test."""
+    """One test for the cases of one operator, dtype and kind."""
     if MISSING:
         return
     kinds = defaultdict(list)
     here = cuda_emulation.registry_for_any_device()
     manager = OpManager(here, builtins=False, plugins=False)
     for case in testing.cases("vendor.cuda", manager=manager):
-        # The index by which kernels tell devices apart is the same of these and the CPU's.
         if not ALL and case.operator in EPILOGUES and case.operator not in EPILOGUES_OF_EACH_KIND:
             continue
+        # Emulated kernels tell devices apart by index, and meta's equals the CPU's.
         if case.dtype not in LEFT_OUT and "/a tensor on meta" not in case.name:
             kinds["/".join(case.name.split("/")[:4])].append(case)
     for kind, cases in kinds.items():

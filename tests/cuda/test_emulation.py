@@ -1,4 +1,4 @@
-"""What the emulation of kernels finds, shown by kernels that do each of it."""
+"""What the emulation of kernels detects, each shown by a kernel that does it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_assembly_stands_only_where_the_emulation_has_something_in_its_place() -
 
 
 class Run:
-    """Runs the body of a kernel that writes ``out``; gives what it wrote."""
+    """Runs a kernel with the given body, which writes ``out``; returns what it wrote."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,7 +94,7 @@ FAULTS = {
     ),
 }
 
-# A cluster of two, each block with a counter of what the other one sends to it.
+# A cluster of two; each block has a counter of the bytes that the other block sends to it.
 COUNTED = (
     "using Counter = unsigned long long; __shared__ Counter counter; __shared__ float sent;"
     "if (i == 0) prepare_arrivals(&counter, 1); cluster_join(); cluster_wait();"
@@ -132,7 +132,7 @@ def test_a_fault_ends_the_launch(fault: str, run: Run) -> None:
     body, said = FAULTS[fault]
     many = {"blocks": 2, "cluster": 2} if "another block" in fault else {}
     found = []
-    for _ in range(2):  # threads from the first, and from the last
+    for _ in range(2):  # threads run first to last, then last to first
         try:
             run(body, **many)  # type: ignore[arg-type]
         except EmulationError as error:
@@ -215,7 +215,7 @@ def test_blocks_that_run_at_once_find_the_slots_of_the_others(run: Run) -> None:
         "wait_for_slots(slots, places, first_epoch, found);"
         "if (blockIdx.x == 1) out[i] = 10 * found[0][0] + found[1][0];"
     )
-    # Again, where the slots of the launch before still stand.
+    # Again, with the slots of the first launch still in memory.
     for _ in range(2):
         assert run(body, blocks=4, together=4)[:6] == [14, 23, 32, 41, 14, 23]
 
@@ -258,7 +258,7 @@ def test_what_is_sent_is_there_only_when_all_of_it_was_waited_for(run: Run) -> N
     late = "const bool there = sent == sent; wait_for(&counter, 0);"
     write = "if (i == 0) { out[2 * blockIdx.x] = there; out[2 * blockIdx.x + 1] = int(sent); }"
     assert run(send + late + write, blocks=2, cluster=2)[:4] == [0, 2, 0, 1]
-    # In phases, before the bytes or behind them.
+    # In phases; a block may expect the bytes before or after they are sent.
     phases = COUNTED + (
         "int sum = 0;"
         "for (int phase = 0; phase < 5; ++phase) {"

@@ -25,7 +25,7 @@ def values(*shape: int, device: str, seed: int = 1) -> Tensor:
 
 @pytest.fixture
 def two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more of them run at once, so that each has several rows."""
+    """At most two groups of blocks are resident, so that each has several rows."""
     monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
     monkeypatch.setattr(normalization, "_forwards", Plans())
 
@@ -45,7 +45,7 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
     assert raised.value.argument == named
 
 
-# Of threads that are no power of two, or that have many vectors, in each list of ways to cast.
+# Numbers of threads that are no power of two, or many vectors, from each list of ways to cast.
 @pytest.mark.parametrize(
     ("op", "format", "columns"),
     [
@@ -60,7 +60,7 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
     ],
 )
 def test_listed_ways_to_cast(op: str, format: str, columns: int, device: str) -> None:
-    for width in (columns, columns - 8):  # a row fills its threads, or does not
+    for width in (columns, columns - 8):  # a row that fills its threads, and one that does not
         x, weight = values(5, width, device=device), values(width, device=device)
         bias = (weight.flip(0),) if op == "layernorm_fwd_quantize" else ()
         scale = torch.full((1,), 2.0, device=device) if format == "per_tensor" else None
@@ -118,7 +118,7 @@ def test_groups_with_several_long_rows_leave_one_amax_each(
 
 @pytest.mark.parametrize(
     ("columns", "rows"),
-    # a warp; whole warps that fill their vectors, as many as no power of two; and that do not;
+    # a warp; whole warps whose vectors are full, also no power of two of them; and not full;
     # two vectors side by side, of one row and of several; a cluster
     [
         (256, 9),

@@ -1,4 +1,4 @@
-"""Matrix products by the libraries: what is asked of them, and what is left to others."""
+"""Matrix products by the libraries: the arguments that they get, and the calls declined."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ SPLITS = {"even": [6] * 16, "uneven": [1, 11] * 8, "empty": [0, 0, 50, 0, 46, *[
 
 
 def grouped_call(way: str, splits: list[int], device: str) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments that one call of torch's multiplies, and the options of it."""
+    """Arguments and options of a call that torch multiplies at once."""
     x = matrix(ROWS, DEEP).to(device)
     dy = matrix(ROWS, WIDE, seed=1).to(device)
     weights = [*matrix(GROUPS * WIDE, DEEP, seed=2).to(device).split(WIDE)]
@@ -228,7 +228,7 @@ def grouped_call(way: str, splits: list[int], device: str) -> tuple[list[Any], d
 
 @pytest.fixture
 def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many groups torch was asked to multiply at once, each time."""
+    """The number of groups that torch is asked to multiply in each call."""
     found: list[int] = []
     grouped_mm = torch.nn.functional.grouped_mm
 
@@ -260,27 +260,27 @@ def test_many_groups_are_one_call(
     way: str, split: str, device: str, calls_at_once: list[int]
 ) -> None:
     args, options = grouped_call(way, SPLITS[split], device)
-    for _ in range(2):  # the second is known from the first
+    for _ in range(2):  # the second call is repeated from the first
         assert_grouped(args, options)
-    # What torch makes of a group without terms is not always zero.
+    # torch's result for a group without terms is not always zero.
     assert calls_at_once == ([] if (way, split) == ("wgrad", "empty") else [GROUPS] * 2)
 
 
 def _unlike(x: Tensor, *, columns: int = 0, start: int = 0) -> Tensor:
-    """The same numbers in rows that lie ``columns`` further apart, behind ``start`` others."""
+    """The same values in rows ``columns`` elements further apart, ``start`` after an allocation."""
     rows, own = x.shape
     memory = torch.zeros(start + rows * (own + columns), dtype=x.dtype)
     return memory[start:].view(rows, own + columns)[:, :own].copy_(x)
 
 
 def _weights(rows: int, apart: int, start: int = 0) -> list[Tensor]:
-    """Of one tensor, each so many elements behind the one before."""
+    """Views of one tensor, each beginning ``apart`` elements after the one before."""
     memory = matrix(1, start + GROUPS * apart + rows * DEEP, seed=2)
     return [memory.as_strided((rows, DEEP), (DEEP, 1), start + i * apart) for i in range(GROUPS)]
 
 
 WHOLE = WIDE * DEEP
-# What is read one by one though there are many groups: of a forward, or else of a wgrad.
+# Calls whose groups are multiplied one by one: of a forward here, of a wgrad below.
 LEFT_ALONE: dict[str, Callable[[list[Any]], list[Any]]] = {
     "weights of their own": lambda it: [[w.clone() for w in it[0]], *it[1:]],
     "weights in another order": lambda it: [[*it[0][1:], it[0][0]], *it[1:]],

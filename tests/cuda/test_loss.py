@@ -1,4 +1,4 @@
-"""Cross entropy in CUDA C++: how rows are shared out, and what the samples do not cover."""
+"""Cross entropy in CUDA C++: how rows are divided, and what the samples do not cover."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_wrong_arguments_are_named(
     assert raised.value.argument == named
 
 
-# ------------------------------------------------------------------ on a device, or as on one
+# ------------------------------------------------------------------ on a device, or emulated
 
 TOO_MUCH: dict[str, list[Any]] = {
     "ignore_index": [-(2**63), 2**63],
@@ -104,7 +104,7 @@ def test_options_beyond_what_the_contract_allows_are_refused(
         "vocab_size": 4,
     }
     given = {it: known[it] for it in CATALOGUE[op].signature.parameters if it in known}
-    getattr(loss, op)(**given)  # served
+    getattr(loss, op)(**given)  # valid as they are
     for value in TOO_MUCH[name]:
         with pytest.raises(ArgumentError) as raised:
             getattr(loss, op)(**given | {name: value})

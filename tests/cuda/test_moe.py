@@ -1,4 +1,4 @@
-"""Moving tokens in CUDA C++: how work is shared out, and what the samples do not cover."""
+"""Moving tokens in CUDA C++: how work is divided, and what the samples do not cover."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
 
 
 def test_a_row_of_more_accesses_than_kernels_count_is_declined() -> None:
-    row = torch.empty((1, moe.MOST_COLUMNS + 1), dtype=torch.uint8)  # which nobody reads
+    row = torch.empty((1, moe.MOST_COLUMNS + 1), dtype=torch.uint8)  # never read
     with pytest.raises(NotSupportedError, match="accesses of a row"):
         moe._in_units("moe_permute_fwd", row)
     assert moe._in_units("moe_permute_fwd", row[:, :-1])[2] <= moe.MOST_COLUMNS
 
 
-# ------------------------------------------------------------------ on a device, or as on one
+# ------------------------------------------------------------------ on a device, or emulated
 
 
 def choices(tokens: int, topk: int, experts: int) -> Tensor:
@@ -130,7 +130,7 @@ def test_pairs_that_do_not_fill_a_round(topk: int, device: str) -> None:
     check("moe_unpermute_bwd", x, row_id_map, y, probs, num_rows=have)
 
     routed = torch.zeros(6, 8, dtype=torch.bool, device=device).scatter(1, indices, True)
-    routed[2] = False  # a token of no expert among others
+    routed[2] = False  # one token without experts
     routed[4] = True
     probs = normal_of_shape(6, 8, device=device)
     have = int(routed.sum()) - 2
@@ -160,7 +160,7 @@ def test_rows_that_a_team_goes_over_several_times(columns: int, device: str) -> 
 def test_many_rows_without_a_pair_are_zero(device: str) -> None:
     x = normal_of_shape(2, 8, device=device)
     row_id_map = torch.tensor([[150, 3]], dtype=torch.int32, device=device)
-    for _ in range(2):  # the second time with what the first one left in memory
+    for _ in range(2):  # the second time on memory that the first call wrote
         check("moe_unpermute_bwd", x, row_id_map, num_rows=300)
 
 
@@ -206,7 +206,7 @@ def test_it_can_be_captured_and_replayed() -> None:
     x = normal_of_shape(500, 512, device="cuda", dtype=torch.bfloat16)
     indices = choices(500, 4, 16).to("cuda")
     probs = normal_of_shape(500, 4, device="cuda")
-    moe._kernels.clear()  # the first call, with its loading, is captured too
+    moe._kernels.clear()  # so the capture includes loading
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, row_id_map = moe.moe_permute_fwd(x, indices)

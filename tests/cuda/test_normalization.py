@@ -1,4 +1,4 @@
-"""Normalization in CUDA C++: values on a GPU, and everything around a launch without one."""
+"""Normalization in CUDA C++: values, and everything around a launch, also without a GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_blocks_leave_room_for_the_memory_in_which_warps_exchange_sums(
 
 
 class Wrapper(Tensor):
-    """A subclass that has no memory of its own."""
+    """A subclass without memory of its own."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
@@ -268,7 +268,7 @@ def backward_kernel(
     limits: _launch.Limits = HOPPER,
     through_memory: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """The first kernel of a backward of bfloat16 rows and its macros."""
+    """The name and macros of the first kernel of a backward of bfloat16 rows."""
     low = torch.bfloat16
     add = other if added else None
     key = normalization.BackwardKey(columns, 8, low, other, low, centred, False, add)
@@ -322,7 +322,7 @@ def test_rows_in_registers_are_held_by_threads_that_have_them(centred: bool, add
         _, defines = backward_kernel(columns, centred, added=added)
         share = defines["LANES"] * 8
         assert (defines["VECS"] - 1) * share < columns <= defines["VECS"] * share
-        assert 65536 // (defines["LANES"] * defines["BLOCKS"]) >= 64  # registers for each thread
+        assert 65536 // (defines["LANES"] * defines["BLOCKS"]) >= 64  # registers of each thread
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_rows_in_registers_are_held_by_threads_that_have_them(centred: bool, add
             False,
             {
                 5120: None,
-                5124: None,  # in no whole vectors
+                5124: None,  # not a multiple of a vector
                 5128: (6, 32, 4),
                 7168: (7, 32, 4),
                 7176: None,
@@ -411,7 +411,7 @@ def test_rows_that_begin_anywhere_have_threads_for_little_more(device: _launch.L
             if back.striped:
                 tiles.append(normalization.backward_sources(back, device)[1])
         for tile in tiles:
-            if tile is None:  # read twice
+            if tile is None:  # the row is read twice
                 assert columns > (16_384 if device.has_clusters else 8_192)
                 continue
             assert tile.striped
@@ -466,7 +466,7 @@ def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: 
         found = normalization.memory_source(key, HOPPER)
         assert found is not None
         (source, geometry), tile = found
-        assert tile.cluster <= 128  # whose slots a warp reads
+        assert tile.cluster <= 128  # one warp reads the slots of all
         held = tile.threads * tile.held * tile.cluster
         assert columns <= held < columns + (1024 if columns <= 131_072 else 6144)
         assert dict(source.defines)["FULL"] == (held == columns)
@@ -519,7 +519,7 @@ def test_which_clusters_exchange_without_a_barrier(
         (False, True, HOPPER, (1024, 1)),
         (True, False, HOPPER, (512, 1)),
         (False, False, BLACKWELL, (1024, 1)),
-        (False, True, BLACKWELL, (256, 4)),  # whose shared memory holds no two such rows
+        (False, True, BLACKWELL, (256, 4)),  # shared memory has no room for two such rows
     ],
 )
 def test_who_shares_a_row_of_32768_columns(
@@ -619,7 +619,7 @@ def test_which_rows_wait_in_the_shared_memory_of_small_blocks(
         assert source.kernel == "forward"
         taken = tile.threads * tile.held * 2 + 1024
         assert tile.blocks * taken <= HOPPER.shared_per_multiprocessor
-        # The exchange of the sums has no room here.
+        # Here there is no room left for the exchange of the sums.
         tight = dataclasses.replace(HOPPER, shared_per_multiprocessor=tile.blocks * taken)
         assert key.spread(tight)[0] != tile
         assert key.spread(dataclasses.replace(HOPPER, major=8))[0] != tile
@@ -670,7 +670,7 @@ def test_which_forwards_exchange_through_memory() -> None:
                     assert geometry.together == 1
                     continue
                 assert (key, device) == (same, HOPPER)
-                assert geometry.together == blocks <= 128  # whose slots a warp reads
+                assert geometry.together == blocks <= 128  # one warp reads the slots of all
                 defines = dict(source.defines)
                 assert defines["HOLD_GAMMA"] == (not centred)
                 spread = (blocks, *(defines[name] for name in ("LANES", "VECS", "BLOCKS")))
@@ -679,7 +679,7 @@ def test_which_forwards_exchange_through_memory() -> None:
                 assert int(defines["BLOCKS"]) * block <= HOPPER.shared_per_multiprocessor
     assert found.pop((True, False)) == {
         20488: (14, 32, 6, 16),
-        22520: (15, 32, 6, 16),  # of 22,528 they fill 256 threads' vectors
+        22520: (15, 32, 6, 16),  # 22,528 would fill the vectors of 256 threads
         22536: (15, 32, 6, 16),
         28680: (19, 32, 6, 16),
         32776: (22, 32, 6, 16),
@@ -692,7 +692,7 @@ def test_which_forwards_exchange_through_memory() -> None:
     }
     assert found.pop((False, False)) == {
         20488: (11, 32, 8, 12),
-        22520: (11, 32, 8, 12),  # of 22,528 they fill 256 threads' vectors
+        22520: (11, 32, 8, 12),  # 22,528 would fill the vectors of 256 threads
         22536: (12, 32, 8, 12),
         28680: (15, 32, 8, 12),
         32768: (16, 32, 8, 12),
@@ -717,7 +717,7 @@ def test_which_forwards_exchange_through_memory() -> None:
 
 
 def _cast(kind: str) -> normalization.Cast:
-    """What a kernel leaves: codes of that format, or only what a later cast needs."""
+    """The cast of a kernel that writes codes of the format, or what a later cast needs."""
     if kind in ("statistics", "amax"):
         return normalization.Cast(None, kind == "amax")
     recipe = next(it for it in _casting.recipes() if it.form is FORMATS[kind] and not it.columnwise)
@@ -726,7 +726,7 @@ def _cast(kind: str) -> normalization.Cast:
 
 @pytest.mark.parametrize(
     ("kind", "columns", "norm", "spread"),
-    [  # lanes, vectors of a thread, blocks of a row and of a multiprocessor, columns side by side
+    [  # lanes, vectors per thread, blocks per row and per multiprocessor, columns side by side
         ("per_tensor", 248, "rms", None),
         ("per_tensor", 256, "rms", (32, 1, 1, 16, 8)),
         ("per_tensor", 2048, "rms", (64, 4, 1, 8, 8)),
@@ -808,10 +808,10 @@ def test_listed_ways_to_cast_hold_all_their_rows(centred: bool, kind: str) -> No
     [
         ("mxfp8", 4096, torch.bfloat16, 16),
         ("block_1x128", 2048, torch.float16, 16),
-        ("per_tensor", 4096, torch.bfloat16, 8),  # no scales that several threads share
+        ("per_tensor", 4096, torch.bfloat16, 8),  # no threads share a scale
         ("mxfp8", 3072, torch.bfloat16, 16),
-        ("mxfp8", 1536, torch.bfloat16, 8),  # a row is a warp's
-        ("mxfp8", 2304, torch.bfloat16, 8),  # three vectors
+        ("mxfp8", 1536, torch.bfloat16, 8),  # a warp holds the row
+        ("mxfp8", 2304, torch.bfloat16, 8),  # three vectors per thread
         ("mxfp8", 1024, torch.bfloat16, 8),  # within a warp
         ("mxfp8", 4096, torch.float32, 4),
     ],
@@ -827,10 +827,7 @@ def test_two_vectors_of_a_row_in_shared_memory_are_cast_side_by_side(
 
 
 class Unloaded:
-    """In place of a kernel, on a device without room for clusters of 16 blocks.
-
-    Nor has it any for more of them that run at once.
-    """
+    """A kernel on a device without room for clusters of 16 blocks or for cooperative launches."""
 
     most = 8
 
@@ -843,7 +840,7 @@ class Unloaded:
 
 
 class Alone(Unloaded):
-    """On a device that has room for clusters, but launches nothing cooperatively."""
+    """A kernel on a device with room for clusters of 16, but none for cooperative launches."""
 
     most = 16
 
@@ -861,7 +858,7 @@ def test_where_16_blocks_form_no_cluster_others_serve(
     assert normalization.Forward(key, 0).cluster == 8
     back = normalization.BackwardKey(262144, 8, low, low, low, False, False, low if added else None)
     kernels = normalization.Backward(back, 0)._kernels
-    assert {kernel.cluster for kernel in kernels} == {1}  # rows are read again
+    assert {kernel.cluster for kernel in kernels} == {1}  # the kernel that reads rows twice
     assert len(kernels) == 2
 
 
@@ -910,7 +907,7 @@ def test_a_backward_without_large_clusters_has_another_kernel() -> None:
 
 
 def assert_right(op: str, rows: int, columns: int, device: str) -> None:
-    """Hold an operator to its contract on random rows of bfloat16."""
+    """Check an operator against its contract on random rows of bfloat16."""
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(rows, columns, generator=generator).to(torch.bfloat16).to(device)
     args = call_for(op, x)
@@ -919,7 +916,7 @@ def assert_right(op: str, rows: int, columns: int, device: str) -> None:
 
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little room on the device that each group of blocks has several rows."""
+    """At most two groups of blocks are resident, so that each has several rows."""
     monkeypatch.setattr(
         normalization, "require_clusters", lambda kernel, columns: min(2, kernel.resident_groups())
     )
@@ -1006,7 +1003,7 @@ def test_groups_with_several_wide_rows(op: str, columns: int, device: str) -> No
 
 @pytest.fixture
 def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """As many multiprocessors as it takes for blocks that exchange through memory; emulated."""
+    """Enough multiprocessors for blocks that exchange sums through memory; emulated."""
     if reason := cuda_emulation.missing():
         pytest.skip(reason)
     limits = dataclasses.replace(cuda_emulation.LIMITS, multiprocessors=32)
@@ -1020,31 +1017,31 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("op", "columns", "rows", "groups"),
     [
-        ("rmsnorm_fwd", 33_000, 130, 24),  # a warp's blocks, of which the last is short
+        ("rmsnorm_fwd", 33_000, 130, 24),  # blocks of a warp, the last one partly filled
         ("rmsnorm_fwd", 65_536, 2, 13),  # fewer rows than groups
         ("rmsnorm_fwd", 131_072, 13, 6),
         ("rmsnorm_fwd", 200_000, 5, 5),
-        ("layernorm_fwd", 15_000, 101, 54),  # ten blocks, of which the last is short
+        ("layernorm_fwd", 15_000, 101, 54),  # ten blocks, the last one partly filled
         ("layernorm_fwd", 33_000, 41, 24),
-        ("layernorm_fwd", 49_152, 41, 17),  # filled, by 24
+        ("layernorm_fwd", 49_152, 41, 17),  # 24 full blocks
         ("layernorm_fwd", 100_000, 5, 8),
         ("layernorm_fwd", 200_000, 3, 4),
         ("layernorm_fwd", 65_536, 41, 13),
         ("layernorm_fwd", 131_072, 11, 6),
         ("layernorm_fwd", 262_144, 2, 3),
-        ("rmsnorm_fwd_add", 33_000, 41, 16),  # more rows than are under way
+        ("rmsnorm_fwd_add", 33_000, 41, 16),  # more rows than are in flight
         ("rmsnorm_fwd_add", 65_536, 2, 9),
         ("rmsnorm_fwd_add", 100_000, 5, 5),
         ("rmsnorm_fwd_add", 262_144, 3, 2),
-        ("layernorm_bwd", 8_200, 101, 60),  # a part of a block with nothing
-        ("layernorm_bwd", 33_792, 5, 16),  # filled, by 33 blocks
+        ("layernorm_bwd", 8_200, 101, 60),  # part of a block has no columns
+        ("layernorm_bwd", 33_792, 5, 16),  # 33 full blocks
         ("layernorm_bwd", 33_000, 27, 16),
-        ("layernorm_bwd", 65_536, 41, 8),  # more rows than are under way
+        ("layernorm_bwd", 65_536, 41, 8),  # more rows than are in flight
         ("layernorm_bwd", 200_000, 5, 2),
         ("layernorm_bwd", 262_144, 3, 2),
         ("rmsnorm_bwd", 10_240, 150, 54),
         ("rmsnorm_bwd", 57_344, 11, 9),
-        ("rmsnorm_bwd", 120_000, 7, 4),  # a lane hears four blocks, or three
+        ("rmsnorm_bwd", 120_000, 7, 4),  # lanes read the slots of four blocks, or of three
         ("rmsnorm_bwd", 151_936, 7, 3),
         ("rmsnorm_bwd_add", 20_480, 60, 19),
         ("rmsnorm_bwd_add", 33_000, 13, 11),
@@ -1082,7 +1079,7 @@ def test_blocks_that_exchange_through_memory_and_badly_aligned_rows(
         return room[..., 1:-5]
 
     generator = torch.Generator().manual_seed(columns)
-    # Around a mean of many deviations, of which each block sees another one.
+    # The mean is many deviations from 0, and differs from block to block.
     x = torch.randn(3, columns, generator=generator) + torch.linspace(40, 60, columns)
     args = call_for(op, x.to(torch.bfloat16))
     found = serve(op)(*map(moved, args))
@@ -1093,7 +1090,7 @@ def test_blocks_that_exchange_through_memory_and_badly_aligned_rows(
 
 @pytest.mark.parametrize("columns", [15_000, 49_152, 65_536])
 def test_means_of_blocks_that_exchange_through_memory(columns: int, much_room: str) -> None:
-    """What they are merged to: exactly one of them if they are alike, however far off one is."""
+    """The blocks' means merge exactly if they are equal, and accurately if one is far off."""
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns))
     x[0] = 1.5 * 2**60
     x[1, :1000] += 1000
@@ -1130,7 +1127,7 @@ def test_each_repeated_call_has_epochs_of_its_own(op: str, much_room: str) -> No
 
 @pytest.mark.parametrize("columns", [2560, 3000, 4096, 5120, 8192])
 def test_few_rows_have_the_bits_of_many_backward(columns: int, device: str) -> None:
-    """Where a pair of blocks adds up gradients of parameters, of few rows each block does."""
+    """dx has the same bits with pairs of blocks, for many rows, and without, for few."""
     many = normalization.FEW_ROWS + 1
     x = torch.randn(many, columns, generator=torch.Generator().manual_seed(3)).bfloat16()
     call = call_for("layernorm_bwd", x.to(device))
@@ -1157,7 +1154,7 @@ def test_partial_sums_are_added_up(columns: int, groups: int, device: str) -> No
 def another_device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """One without clusters, and one with them, both of little shared memory; emulated."""
+    """A device without clusters, and one with them, both with little shared memory; emulated."""
     if reason := cuda_emulation.missing():
         pytest.skip(reason)
     limits = dataclasses.replace(DEVICES[request.param], multiprocessors=2)
@@ -1204,7 +1201,7 @@ def test_a_variance_does_not_suffer_from_a_large_mean(columns: int, device: str)
 def test_numbers_that_are_all_alike_have_no_variance(
     columns: int, dtype: torch.dtype, device: str
 ) -> None:
-    """However large they are: the quotient of their sum is one of them."""
+    """However large the numbers are, their mean is one of them."""
     x = torch.full((3, columns), 1.5 * 2**60, dtype=dtype, device=device)
     ones = torch.ones(columns, dtype=dtype, device=device)
     y, mu, rsigma = normalization.layernorm_fwd(x, ones, 2 * ones)
@@ -1267,7 +1264,7 @@ def test_values_of_every_width(op: str, columns: int) -> None:
         args = call_for(op, cuda_input(300 if columns < 10_000 else 37, columns, dtype))
         results = serve(op)(*args)
         expected = getattr(ops, op).oracle(*args)
-        if columns == 1 and op == "layernorm_bwd":  # dx is nothing but what rounding leaves
+        if columns == 1 and op == "layernorm_bwd":  # dx is nothing but rounding errors
             results, expected = results[1:], expected[1:]
         assert_close(op, results, expected, str(dtype)[6:])
 
@@ -1321,7 +1318,7 @@ def test_it_runs_on_the_current_stream(op: str) -> None:
 def test_it_can_be_captured_and_replayed(op: str, columns: int) -> None:
     x = cuda_input(50, columns, torch.bfloat16)
     args = [value.clone() for value in call_for(op, x)]
-    normalization._forwards.clear()  # the first call, with its loading, is captured too
+    normalization._forwards.clear()  # so the capture includes loading
     normalization._backwards.clear()
     _launch._kernels.clear()
     graph = torch.cuda.CUDAGraph()

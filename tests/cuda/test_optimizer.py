@@ -1,4 +1,4 @@
-"""The optimizer in CUDA C++: how lists are gone through, and what the samples do not cover."""
+"""The optimizer in CUDA C++: how lists are traversed, and what the samples do not cover."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformer_engine_fl.ops import optimizer as contracts
 from transformer_engine_fl.testing.arguments import clone
 
 THREADS, TILE, CHUNK = 64, 512, 1024
-# Of no vector, whole ones and a rest, of a tile and of several chunks.
+# No vector, whole vectors, a remainder; a whole tile and several chunks, and one element off.
 SIZES = [0, 1, 3, 64, TILE - 1, TILE, TILE + 9, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + TILE + 5]
 LOW, HALF, FULL, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tiles, so that small tensors go every way through a kernel; nothing is kept yet."""
+    """Small tiles, so that small tensors take every path; forget layouts before and after."""
     for name in optimizer.TILES:
         monkeypatch.setitem(optimizer.TILES, name, Tiles(THREADS, TILE, CHUNK))
     layouts = optimizer._operators._preparer.layouts
@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def normal(
     sizes: list[int], device: str, dtype: torch.dtype = FULL, off: int = 0, seed: int = 0
 ) -> list[Tensor]:
-    """Tensors that begin ``off`` elements behind where memory is allocated."""
+    """Tensors that begin ``off`` elements after the start of their allocation."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size + off, generator=generator).to(device, dtype)[off:] for size in sizes]
 
@@ -55,7 +55,7 @@ def adam_lists(
 
 
 def check(op: str, *args: Any, **options: Any) -> None:
-    """The values of the contract; of tensors that are written, what they hold then."""
+    """Check the outputs, and the arguments that are written, against the contract."""
     contract = getattr(contracts, op)
     expected = contract.oracle(*clone(args), **clone(options))
     found = getattr(optimizer, op)(*args, **options)

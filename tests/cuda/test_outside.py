@@ -1,6 +1,6 @@
-"""Nothing outside of a tensor is read, not even to be let go: what memcheck sees on a GPU.
+"""No kernel reads outside a tensor, not even values that it discards: a memcheck without a GPU.
 
-A single number that C++ reads by itself is not seen here; what is copied, or read in pieces, is.
+Single numbers that plain C++ reads are not seen here; copies and vectorised reads are.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformer_engine_fl.testing.arguments import tensors, transformed
 
 MISSING = cuda_emulation.missing()
 PIECE = 16
-"""Bytes of the largest piece that is read at once."""
+"""Bytes of the widest access."""
 WIDE_ODD = 5003
-"""Columns of rows among the samples."""
+"""Columns of the wide, odd rows among the samples."""
 BY_ROWS = ("loss", "normalization", "softmax")
-"""Families whose rows come to shared memory in pieces; wider ones have other kernels."""
+"""Families that copy rows to shared memory in pieces; wider rows have other kernels."""
 
 
 def _operators() -> Iterator[str]:
@@ -46,9 +46,9 @@ def _samples(op: str) -> list[tuple[object, object]]:
 
 
 def _call(op: str, samples: list[tuple[object, object]], skips: Iterable[int] = (0,)) -> None:
-    """Make these calls, with tensors around which nothing may be read.
+    """Make these calls with tensors around which nothing may be read.
 
-    They begin as many elements behind a whole piece, and so end at other places of one.
+    Tensors begin ``skip`` elements after a multiple of PIECE bytes, so their ends vary, too.
     """
     (impl,) = cuda_emulation.registry_for_any_device().get_implementations(op)
     assert isinstance(impl.fn, str)
@@ -62,7 +62,7 @@ def _call(op: str, samples: list[tuple[object, object]], skips: Iterable[int] = 
         around = torch.zeros(before + size + PIECE, dtype=torch.uint8)
         flat = around[before : before + size].view(value.dtype)
         flat.copy_(value.as_strided((count,), (1,)))
-        # What is before it in the same piece is its storage's.
+        # Bytes before it in the same piece belong to its storage and may be read.
         outside.extend(((around.data_ptr(), PIECE), (flat.data_ptr() + size, PIECE)))
         return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
 

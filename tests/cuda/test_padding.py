@@ -17,7 +17,7 @@ def check(op: str, input: Tensor, rows: list[int], padded: list[int]) -> Tensor:
     return found
 
 
-# Rows of one vector and of several for each thread, and such as begin at no multiple of 16.
+# Rows of one vector for each thread and of several, also at addresses no multiple of 16.
 @pytest.mark.parametrize("apart", [0, 3, 16])
 @pytest.mark.parametrize("columns", [1, 24, 1000, 8192, 9001])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
@@ -30,7 +30,7 @@ def test_rows_of_every_width(dtype: torch.dtype, columns: int, apart: int, devic
     assert torch.equal(check("fused_multi_row_unpadding", there, rows, padded), x)
 
 
-# As many as one launch has room for, one more, and such as take several launches.
+# As many as one launch has room for, one more, and enough for several launches.
 @pytest.mark.parametrize("blocks", [1, 2, 3, 64, *padding.COUNTS, padding.COUNTS[-1] + 1, 1100])
 def test_any_number_of_blocks(blocks: int, device: str) -> None:
     chosen = torch.Generator().manual_seed(blocks)
@@ -57,7 +57,7 @@ def test_blocks_of_nothing_but_padding(device: str) -> None:
 def test_it_can_be_captured_and_replayed() -> None:
     x = torch.randn(24, 64, device="cuda")
     lists = {"row_list": [5, 1, 15, 3], "padded_row_list": [8, 8, 16, 8]}
-    padding._kernels.clear()  # the first call, with its loading, is captured too
+    padding._kernels.clear()  # so the capture includes loading
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = padding.fused_multi_row_padding(x, **lists)

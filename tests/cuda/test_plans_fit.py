@@ -1,7 +1,7 @@
-"""What is planned fits every generation of GPU, at widths that no sample has; no device is needed.
+"""Every plan fits every generation of GPU, at widths that no sample has; no device is needed.
 
-Shared memory is what a launch asks for, which a plan says, and what the kernel declares, which
-:func:`declared` says. The plans nearest to the limit are compiled, to see that it says so.
+Shared memory is what a launch asks for, according to its plan, and what the kernel declares,
+according to :func:`declared`. The plans nearest to the limit are compiled to check the latter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES, EXC
 from transformer_engine_fl.core.errors import NotSupportedError
 
 COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
-"""Of those with as much shared memory one that has clusters and one that has none."""
+"""One device for each combination of shared memory and support of clusters."""
 MOST_THREADS = 1024
 LARGE_CLUSTERS = {
     ("normalization", "backward"),
@@ -43,7 +43,7 @@ LARGE_CLUSTERS = {
     ("softmax", "backward"),
     ("softmax", "forward"),
 }
-"""Which try again with 8 blocks where a device has no room for 16."""
+"""Kernels that are planned with 8 blocks where a device has no room for clusters of 16."""
 IN_REGISTERS = {("normalization", "backward_registers"), ("normalization", "backward_pairs")}
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (LOW, FULL, DOUBLE)
@@ -79,7 +79,7 @@ def normalizations(device: Limits) -> Iterator[Plan]:
             if cast is not None and cast.recipe is not None:
                 width = cast.recipe.width
                 if columns % 16 or (tile and width // tile.vec > 32 and tile.lanes >= 32):
-                    continue  # cast by the kernels of casts
+                    continue  # the kernels of casts do this
             for way in EXCHANGE_OPTIONS if cast is None else EXCHANGE_OPTIONS[:1]:
                 yield normalization.forward_source(key, device, *way)[:2]
         for dy, gamma, add in (
@@ -111,7 +111,7 @@ def routers(device: Limits) -> Iterator[Plan]:
             continue
         for groups in {0, 1, experts & -experts, experts}:
             rest = (groups, False, True, False, device)
-            # What does not fit with groups is declined, and the next set has it.
+            # A call with groups that do not fit is declined, and the next set serves it.
             with contextlib.suppress(*([NotSupportedError] if groups else [])):
                 yield router.choosing(experts, 1, x, FULL, "sigmoid", *rest)[:2]
         yield router.choosing_backward(experts, 1, x, DOUBLE, "sigmoid", True, True, device)[:2]
@@ -128,7 +128,7 @@ def casts(device: Limits) -> Iterator[Plan]:
 
 
 def others(device: Limits) -> Iterator[Plan]:
-    """Those that ask for no shared memory but what they declare."""
+    """Plans that ask for no shared memory besides what the kernel declares."""
     for columns, x in itertools.product(WIDTHS, DTYPES):
         vec = vector_width(columns, x.itemsize)
         wide = activation.bias_width(columns, x, FULL)
@@ -145,12 +145,12 @@ FAMILIES = (normalizations, softmaxes, routers, casts, others)
 
 
 def declared(source: Specialisation) -> int:
-    """Bytes of shared memory that a kernel declares, at most."""
+    """An upper bound of the bytes of shared memory that a kernel declares."""
     macros: dict[str, Any] = dict(source.defines)
     kernel = (source.source, source.kernel)
 
     def exchange(values: int, blocks: int = macros.get("CLUSTER", 1)) -> int:
-        """Of a reduction, or an exchange, of so many numbers over the threads of a row."""
+        """Bytes for a reduction, or an exchange, of ``values`` numbers over a row's threads."""
         warps = max(1, macros["LANES"] // 32) * blocks
         return int(2 * values * warps * max(4, SIZES[macros["TX"]])) if warps > 1 else 0
 
@@ -181,7 +181,7 @@ def declared(source: Specialisation) -> int:
         scales = 128 * blocks * {"float32": 4, "e8m0": 1, "e4m3": 1}[macros["SCALES"]]
         columns = 4 * 64 * 8 if macros["WIDTH"] > 32 and macros["TRANSPOSED"] else 0
         return int(32 + scales + columns + macros["SUMS"] * 8 * 8 * 17 * 4)
-    return 0  # no launch asks for more
+    return 0  # their launches ask for no shared memory
 
 
 def plans(device: Limits) -> dict[Specialisation, Geometry]:

@@ -1,6 +1,6 @@
 """Quantisation in CUDA C++: what the samples of the contracts do not cover.
 
-The reference set gives the bits that are expected. Without a GPU the kernels run on the CPU.
+The reference set gives the expected bits. Without a GPU the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_scales_that_leave_blocks_no_number_leave_their_values_none(
         given = torch.tensor([scale], device=device)
         data, *_, data_t, _ = quantization.quantize(x, given, format="nvfp4", **options)
         for codes in (data, data_t):
-            assert codes is None or (codes == 0x77).all()  # 6, which stands for NaN
+            assert codes is None or (codes == 0x77).all()  # code of 6, which NaN becomes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -119,7 +119,7 @@ def test_rows_that_are_under_way_together(
 ) -> None:
     small = dataclasses.replace(_launch.limits(0), multiprocessors=1)
     monkeypatch.setattr(_launch, "limits", lambda device: small)
-    for rows, columns in ((75, 512), (141, 400)):  # neither is a multiple of what is
+    for rows, columns in ((75, 512), (141, 400)):  # neither is a multiple of the rows in flight
         x = values(rows, columns, dtype=dtype).to(device)
         x[rows - 1, columns - 1] = torch.nan
         x[rows // 2, 17] = -1000.0
@@ -179,8 +179,8 @@ def test_blocks_of_threads_are_whole_warps_that_hold_whole_blocks(
     assert lanes * _casting.PIECE >= width
 
 
-# Rows of the transposed begin at odd bytes, at even ones, at words, at multiples of 16, with
-# sectors; 513 and more are several tiles along them.
+# Rows of the transposed begin at odd and even bytes, at words, at multiples of 16 bytes, and at
+# sectors; from 513 rows on, a row takes several tiles.
 @pytest.mark.parametrize("rows", [3, 127, 272, 513, 518, 540, 544])
 def test_bytes_are_transposed_at_any_alignment(rows: int, device: str) -> None:
     memory = torch.arange(rows * 300).remainder(251).to(torch.uint8).view(rows, 300).to(device)

@@ -1,4 +1,4 @@
-"""Calls that come again: what they give, and what makes a call another one."""
+"""Repeated calls: their results, and what makes a call differ from the known ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _rows(rows: int = 3, columns: int = 64, seed: int = 0) -> Tensor:
 
 
 def _nested(x: Tensor) -> Tensor:
-    with warnings.catch_warnings():  # of a prototype
+    with warnings.catch_warnings():  # torch warns that this is a prototype
         warnings.simplefilter("ignore")
         return torch.nested.nested_tensor([x, x])
 
@@ -144,7 +144,7 @@ def test_another_call_goes_the_ordinary_way(other: Callable[..., Any]) -> None:
 
 
 class Unseen(TorchDispatchMode):
-    """One that torch's look at tensors does not see."""
+    """A mode that torch's check for active modes overlooks."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -169,7 +169,7 @@ def test_modes_see_every_allocation(mode: Callable[[], TorchDispatchMode]) -> No
 
 
 def test_so_do_modes_that_another_thread_entered() -> None:
-    """As those of a forward are there in autograd's own threads."""
+    """In autograd's threads the modes of the forward's thread are active."""
     x, gamma = _rows(), torch.ones(64)
     _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
     found = []
@@ -212,7 +212,7 @@ def test_an_argument_that_is_given_twice_is_expected_twice() -> None:
 
 def test_an_address_is_not_taken_for_that_of_an_argument_in_the_same_memory() -> None:
     memory = _rows(4)
-    # Each has a storage of its own, which torch cannot see to be the same memory.
+    # Each tensor has its own storage, so torch cannot see that they share memory.
     gamma = torch.from_dlpack(memory[2])
     _repeated(lambda: normalization.rmsnorm_fwd(memory, gamma))
     assert normalization.rmsnorm_fwd.calls.last is _repeats._never  # type: ignore[attr-defined]
@@ -311,10 +311,10 @@ def test_every_call_of_a_row_does_what_the_ordinary_way_does(family: str, name: 
 
 
 NEVER_REPEATED = {
-    "dropout_fwd",  # a seed, another one each time
-    ("vendor.cuda", "fused_attn_fwd"),  # torch's calls of cuDNN
+    "dropout_fwd",  # its seed differs in each call
+    ("vendor.cuda", "fused_attn_fwd"),  # torch calls cuDNN
     ("vendor.cuda", "fused_attn_bwd"),
-    "fused_linear_cross_entropy_fwd",  # torch's matrix products
+    "fused_linear_cross_entropy_fwd",  # torch multiplies the matrices
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd_bwd",
     "multi_tensor_quantize",  # lists of tensors
@@ -354,7 +354,7 @@ def test_what_a_call_held_is_let_go() -> None:
     held = [weakref.ref(x), weakref.ref(gamma)]
     outputs = [normalization.rmsnorm_fwd(x, gamma) for _ in range(_repeats.CALLS_BEFORE + 1)]
     held += [weakref.ref(it) for results in outputs for it in results]
-    several = [_rows()]  # which is no argument, but nothing says so before the operator does
+    several = [_rows()]  # no valid argument, which only the operator finds out
     held += map(weakref.ref, several)
     for _ in range(_repeats.CALLS_BEFORE + 1):
         with contextlib.suppress(ArgumentError):
@@ -412,7 +412,7 @@ def test_calls_forgotten_while_an_older_one_is_repeated_stay_forgotten() -> None
     forgetting = False
 
     def start(*addresses: int) -> None:
-        if forgetting:  # as another thread may
+        if forgetting:  # as another thread may do
             _repeats.forget()
 
     @_repeats.repeating
@@ -629,7 +629,7 @@ def _kernel(driver: StubDriver, function: int = 77, **geometry: Any) -> _launch.
 
 
 def _launching(*kernels: _launch.Kernel) -> Any:
-    """An operator of one launch of each, on an address that may be 0 between two that are not."""
+    """An operator that launches each kernel once; its second address may be 0."""
 
     @_repeats.repeating
     def operator(input: Tensor, other: Tensor | None = None) -> Tensor:
@@ -653,7 +653,7 @@ def test_a_repeated_launch_gives_the_driver_what_an_ordinary_one_does(
     x, y = torch.zeros(64), torch.zeros(64)
     assert _is_repeat(operator, x, other), operator.calls.refusal
     outputs = [operator.__wrapped__(x, other), operator(x, other), operator(y, other)]
-    del driver.launches[0]  # of the question
+    del driver.launches[0]  # the launch by _is_repeat
     ordinary, repeated, next_one = driver.launches
     assert repeated[0] == next_one[0] == ordinary[0]
     cluster = {_driver._CLUSTER_DIMENSION: (2, 1, 1)}
@@ -800,7 +800,7 @@ def test_threads_that_repeat_a_call_at_once_do_not_share_what_they_launch_with()
     operator = _launching(_kernel(driver, 77), _kernel(driver, 78))
     _repeated(lambda: operator(torch.zeros(64)))
     driver.launches.clear()
-    driver.meeting = threading.Barrier(count)  # in the driver, so that all have written theirs
+    driver.meeting = threading.Barrier(count)  # in the driver: all have written their arguments
     inputs = [[torch.zeros(64) for _ in range(3)] for _ in range(count)]
     outputs: list[list[Tensor]] = [[] for _ in range(count)]
 

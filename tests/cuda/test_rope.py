@@ -61,11 +61,11 @@ def test_wrong_options_are_named_after_right_ones(device: str) -> None:
 
 @pytest.mark.parametrize("most", [4.0, 1e3, 2.0**21, 2.0**30, 1e38])
 def test_cosines_and_sines_of_angles_of_every_size(most: float, device: str) -> None:
-    """(1, 0) turns into (cos a, sin b): all in float32, within what the header promises."""
+    """(1, 0) is rotated to (cos a, sin b) in float32, as exactly as the header promises."""
     generator = torch.Generator().manual_seed(3)
     random = torch.rand(16 * 128, generator=generator, dtype=torch.float64)
     half = random[1::2] / (torch.pi / 2) * (2**20 / most if most > 2**20 else 1)
-    random[1::2] = (half * most).round() * torch.pi / 2 / most  # where one of them is near 0
+    random[1::2] = (half * most).round() * torch.pi / 2 / most  # cos or sin near 0
     signs = torch.tensor([1.0, -1.0]).repeat(16 * 64)
     freqs = (random * most * signs).float().view(16, 1, 1, 128).to(device)
     x = torch.zeros(16, 128, device=device)
@@ -103,8 +103,8 @@ def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> N
 # -------------------------------------------------------------------------- the kernel
 
 
-# d, of which d2 turn: a power of two, another, all but two, a few of many, more than the
-# threads of a block have.
+# d features, d2 of them rotated: a power of two, another number, all but two, a few of many,
+# more than a block has threads.
 @pytest.mark.parametrize("dtype", [LOW, FULL, DOUBLE])
 @pytest.mark.parametrize(
     "widths", [(128, 128), (96, 96), (80, 78), (192, 64), (500, 6), (1032, 1026), (4096, 4096)]
@@ -190,7 +190,7 @@ def test_it_can_be_captured_and_replayed() -> None:
     x, freqs = tokens(64, 2, 8, 128, device="cuda"), table(64, 128, "cuda")
     qkv = tokens(64, 2, 2, 6 * 64, device="cuda")
     tables = freqs[..., :64], freqs[..., 64:]
-    rope._plans.clear()  # the first call, with its loading, is captured too
+    rope._plans.clear()  # so the capture includes loading
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = (

@@ -1,4 +1,4 @@
-"""The router in CUDA C++: how rows are cut, and what the contracts' samples do not cover."""
+"""The router in CUDA C++: how rows are divided, and what the contracts' samples do not cover."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_tile_covers_its_row(dtype: torch.dtype) -> None:
         tile = router.tile_of(experts, dtype)
         assert experts % tile.vec == 0
         assert tile.vec * tile.vecs * tile.lanes >= experts
-        assert tile.vec * tile.vecs <= 32  # a bit for each
+        assert tile.vec * tile.vecs <= 32  # one bit for each number of a thread
         assert tile.lanes * tile.rows <= 1024
 
 
@@ -44,7 +44,7 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
 
 @pytest.mark.parametrize("limit", [101_376, 166_912])
 def test_groups_leave_room_for_what_threads_exchange(limit: int) -> None:
-    """Shared memory of a kernel's own counts too; a launch that asks for more would fail."""
+    """The shared memory that a kernel declares counts, too, or the launch would fail."""
     device = Limits(8, 0, 108, limit, limit + 1024)
 
     def shared(experts: int) -> int:
@@ -52,17 +52,17 @@ def test_groups_leave_room_for_what_threads_exchange(limit: int) -> None:
         _, geometry, _ = router.choosing(experts, 1, *options, device)
         return geometry.shared_bytes
 
-    # Each expert is a group of its own, of three numbers of 4 bytes.
+    # Each expert is a group by itself, with three numbers of 4 bytes.
     assert shared((limit - router.EXCHANGED) // 12) > 0
     with pytest.raises(NotSupportedError, match="shared memory"):
         shared(limit // 12)
 
 
-# ------------------------------------------------------------------ on a device, or as on one
+# ------------------------------------------------------------------ on a device, or emulated
 
 
-# In float64, in which the contract's own choice is made: scores of so many experts are near
-# each other.
+# In float64, as the contract makes its choice in float64 and the scores of so many experts are
+# close to each other.
 @pytest.mark.parametrize("experts", [160, 512, 600, 2051, 8192])
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_rows_of_many_experts(experts: int, function: str, device: str) -> None:
@@ -95,7 +95,7 @@ def test_groups_of_every_size(
     x = torch.linspace(-3, 3, 2 * experts, dtype=torch.float64)
     order = torch.randperm(2 * experts, generator=torch.Generator().manual_seed(experts))
     x = x[order].view(2, experts)
-    if dtype == torch.bfloat16:  # whose equal numbers are equal to the contract as well
+    if dtype == torch.bfloat16:  # ties in bfloat16 are ties for the contract, too
         x = x.to(dtype)
     check(
         "fused_topk_with_score_function_fwd",
@@ -160,7 +160,7 @@ def test_many_tokens() -> None:
 def test_it_can_be_captured_and_replayed() -> None:
     x = normal_of_shape(500, 128, device="cuda")
     counts = torch.arange(128, device="cuda")
-    router._kernels.clear()  # the first call, with its loading, is captured too
+    router._kernels.clear()  # so the capture includes loading
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         probs, routed, scores = router.fused_topk_with_score_function_fwd(x, 4)

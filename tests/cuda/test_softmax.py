@@ -1,4 +1,4 @@
-"""Softmax in CUDA C++: how rows are cut, and what the contracts' samples do not cover."""
+"""Softmax in CUDA C++: how rows are divided, and what the contracts' samples do not cover."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rows_that_begin_anywhere_have_threads_for_little_more(device: Limits) -
                 assert columns % 8 == 0 or columns < 342 or (columns % 4 == 0 and columns < 8193)
                 continue
             tile = softmax.source(key, device)[2]
-            if tile is None:  # read twice
+            if tile is None:  # the row is read twice
                 assert columns > 32_768
                 continue
             assert tile.striped
@@ -90,7 +90,7 @@ def test_which_rows_are_striped() -> None:
     plain, masked, losses = ({}, {"mask_step": 1}, {"gradients": low})
     for columns, access, options, striped in (
         (255, 1, plain, True),
-        (257, 1, plain, False),  # would leave half of its warps' vectors empty
+        (257, 1, plain, False),  # half of its warps' vectors would be empty
         (513, 1, plain, True),
         (4098, 2, plain, True),
         (4100, 4, plain, False),
@@ -152,7 +152,7 @@ def test_which_scores_a_block_spreads_over_all_threads_of_a_multiprocessor(
         (20480, (256, 1), 10, 5),
         (32768, (256, 1), 16, 3),
         (57344, (512, 1), 14, 2),
-        (65536, (128, 8), 8, 12),  # alone on its multiprocessor, a block of 512 would not wait
+        (65536, (128, 8), 8, 12),  # a block of 512 would be alone on its multiprocessor
         (131072, (128, 8), 16, 6),
         (151936, (128, 16), 10, 10),
         (262144, (128, 16), 16, 6),
@@ -164,7 +164,7 @@ def test_which_scores_wait_in_shared_memory_of_several_blocks(
     tile = softmax.shared_memory_tile(columns, 2, HOPPER)
     assert tile is not None
     assert ((tile.lanes, tile.cluster), tile.vecs, tile.blocks) == (team, vecs, blocks)
-    # Where no more than eight blocks may share a row.
+    # If at most eight blocks may share a row.
     fewer = softmax.shared_memory_tile(columns, 2, HOPPER, 8)
     assert fewer is not None
     assert (fewer == tile) is (team[1] <= 8)
@@ -183,7 +183,7 @@ def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> Non
         assert tile.blocks > 1
         assert tile.blocks * (kept + SHARED_PER_BLOCK) <= device.shared_per_multiprocessor
         assert tile.held * tile.lanes * tile.cluster >= columns
-        # Each lane of a warp hears as many of the others.
+        # Every lane of a warp combines results of equally many warps.
         warps = tile.lanes // 32 * tile.cluster
         assert warps % 32 == 0 or 32 % warps == 0
     assert waiting > 150
@@ -196,7 +196,7 @@ def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> Non
         (8192, 2, HOPPER),
         (262152, 2, HOPPER),
         (20480, 4, HOPPER),
-        (20484, 2, HOPPER),  # in vectors of 4
+        (20484, 2, HOPPER),  # vectors of 4
         (20484, 4, HOPPER),
         (20480, 2, AMPERE),
     ],
@@ -236,7 +236,7 @@ def test_a_device_without_room_for_16_blocks_has_clusters_of_8(
         (57_344, None, (28, 32, 8, 8, 3)),
         (57_352, (29, 32, 12, 8, 3), (29, 32, 8, 8, 3)),
         (65_536, (32, 32, 12, 8, 3), (32, 32, 8, 8, 3)),
-        (65_540, None, None),  # in vectors of four
+        (65_540, None, None),  # vectors of 4
         (151_936, (75, 32, 12, 8, 3), (75, 32, 8, 8, 3)),
         (163_840, (40, 64, 6, 8, 2), (80, 32, 8, 8, 3)),
         (262_144, (64, 64, 6, 8, 2), (128, 32, 8, 8, 3)),
@@ -257,7 +257,7 @@ def test_which_rows_are_in_pieces(
         assert tile is not None
         assert (tile.cluster, tile.lanes, tile.blocks, tile.vecs) == cut[:4]
         assert dict(source.defines)["STAGES"] == cut[4]
-        assert geometry.together == tile.cluster <= 128  # whose slots a warp reads
+        assert geometry.together == tile.cluster <= 128  # one warp reads the slots of all
         block = geometry.shared_bytes + SHARED_PER_BLOCK
         assert tile.blocks * block <= HOPPER.shared_per_multiprocessor
         other = softmax.Key(columns, 4, half, None if dy is None else half)
@@ -320,7 +320,7 @@ def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_values_of_every_width(columns: int, dtype: torch.dtype) -> None:
     rows = 300 if columns < 10_000 else 21
-    for skip in (0, 1):  # aligned memory and not
+    for skip in (0, 1):  # aligned and unaligned memory
         x = values(rows, columns + 8, dtype=dtype, seed=1)[:, skip : columns + skip]
         mask = values(rows, columns, dtype=torch.float32, seed=2) > 1
         y = check("scaled_softmax_forward", x, 0.5)
@@ -347,7 +347,7 @@ def test_a_row_does_not_depend_on_the_others(columns: int) -> None:
 @pytest.mark.parametrize("columns", [320, 4096, 32768, 131_072])
 def test_it_can_be_captured_and_replayed(columns: int) -> None:
     x = values(50, columns, dtype=torch.bfloat16, seed=6)
-    softmax._plans.clear()  # the first call, with its loading, is captured too
+    softmax._plans.clear()  # so the capture includes loading
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = softmax.scaled_softmax_forward(x)
@@ -360,19 +360,19 @@ def test_it_can_be_captured_and_replayed(columns: int) -> None:
         assert torch.equal(dx, softmax.scaled_softmax_backward(x, again))
 
 
-# --------------------------------------------------------------- also where there is none
+# ------------------------------------------------------------------ on a device, or emulated
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launch is cooperative, so that blocks which share a row are clusters."""
+    """No launch is cooperative, so blocks that share a row form clusters."""
     monkeypatch.setattr(softmax, "EXCHANGE_OPTIONS", EXCHANGE_OPTIONS[1:])
     monkeypatch.setattr(softmax, "_plans", Plans())
 
 
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little room on the device that each group of blocks has several rows."""
+    """At most two groups of blocks are resident, so that each has several rows."""
     monkeypatch.setattr(softmax, "require_clusters", lambda kernel, columns: 2)
     monkeypatch.setattr(softmax, "_plans", Plans())
 
@@ -382,12 +382,12 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_in_pieces(columns: int, device: str) -> None:
     generator = torch.Generator().manual_seed(14)
     x = (3 * torch.randn(9, columns, generator=generator)).to(device, torch.bfloat16)
-    x[1, : columns // 2] = float("-inf")  # all that some blocks have
+    x[1, : columns // 2] = float("-inf")  # all columns of some blocks
     x[2] = float("-inf")
     x[3, -1] = float("inf")
     x[4, 0] = float("nan")
-    x[5] -= 3000  # nothing of it is above 0, as the columns behind a row would be
-    unlike = torch.isin(torch.arange(9), torch.tensor([2, 3, 4]))  # rows that are no numbers
+    x[5] -= 3000  # all below 0, which padding columns might count as
+    unlike = torch.isin(torch.arange(9), torch.tensor([2, 3, 4]))  # rows whose results are NaN
     for scale in (0.5, -0.5, 0.0):
         y = check("scaled_softmax_forward", x, scale)
         assert y[5:].isfinite().all()
@@ -405,7 +405,7 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
     rows = 19 if device == "cpu" and columns < 262144 else 5 if device == "cpu" else 300
     generator = torch.Generator().manual_seed(9)
     x = (3 * torch.randn(rows, columns, generator=generator)).to(device, dtype)
-    x[1].view(-1, 256)[::2] = float("-inf")  # all that some warps have
+    x[1].view(-1, 256)[::2] = float("-inf")  # all columns of some warps
     y = check("scaled_softmax_forward", x, 0.5)
     assert torch.equal(softmax.scaled_softmax_forward(x[2:4], 0.5), y[2:4])
     x[4] = float("-inf")
@@ -419,7 +419,7 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize("scale", [1.0, -1.0])
 def test_rows_of_float16_in_pieces(scale: float, device: str) -> None:
-    """Few scores count, so that little is below the normal numbers."""
+    """Few scores contribute, so that few results are subnormal."""
     x = torch.full((3, 65_544), -8.0 * scale, dtype=torch.float16, device=device)
     x[:, 7::8191] = torch.randn(9, generator=torch.Generator().manual_seed(15)).to(x) * scale
     y = check("scaled_softmax_forward", x, 2 * scale)
@@ -434,7 +434,7 @@ def test_scores_that_wait_in_shared_memory(columns: int, skip: int, device: str)
     generator = torch.Generator().manual_seed(11)
     x = (3 * torch.randn(rows, columns + 8, generator=generator)).to(device, torch.bfloat16)
     x = x[:, skip : columns + skip]
-    x[1, : columns // 2] = float("-inf")  # all that some warps, or blocks, have
+    x[1, : columns // 2] = float("-inf")  # all columns of some warps, or blocks
     y = check("scaled_softmax_forward", x, 0.5)
     assert torch.equal(softmax.scaled_softmax_forward(x[1:2], 0.5), y[1:2])
     check("scaled_aligned_causal_masked_softmax_forward", x)
@@ -468,7 +468,7 @@ def test_rows_that_begin_anywhere(columns: int, device: str) -> None:
     for skip, apart in ((0, 0), (3, 5), (1, 8)):
         x = 3 * torch.randn(rows, columns + apart, generator=generator)
         x = x.to(device, dtype)[:, skip : columns + skip]
-        x[1, : columns // 2] = float("-inf")  # all that some warps, or blocks, have
+        x[1, : columns // 2] = float("-inf")  # all columns of some warps, or blocks
         y = check("scaled_softmax_forward", x, 0.5)
         for alone in (x[1:2], x[1:2].clone(), torch.cat([x[1], x[1]])[columns:][None]):
             assert torch.equal(softmax.scaled_softmax_forward(alone, 0.5), y[1:2])

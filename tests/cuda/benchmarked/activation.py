@@ -13,7 +13,7 @@ from transformer_engine_fl.backends.vendor.cuda.activation import Key, bias_sour
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 tensors on such a device."""
+    """The kernels for bfloat16 tensors."""
     low = torch.bfloat16
     for kind, gated in (("Gelu", False), ("Silu", True), ("Gelu", True)):
         for backward in (False, True):

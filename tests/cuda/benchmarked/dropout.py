@@ -12,6 +12,6 @@ from transformer_engine_fl.backends.vendor.cuda.dropout import source
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 tensors, on whatever device."""
+    """The kernels for bfloat16 tensors, the same on every device."""
     for kernel in ("forward", "backward"):
         yield source(torch.bfloat16, 8, kernel)[0]

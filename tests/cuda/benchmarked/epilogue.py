@@ -14,7 +14,7 @@ from transformer_engine_fl.backends.vendor.cuda.epilogue import activation_key, 
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 tensors on such a device."""
+    """The kernels for bfloat16 tensors."""
     low = torch.bfloat16
     along_rows = [it for it in recipes() if not (it.columnwise or it.square)]
     for recipe in along_rows:
@@ -36,10 +36,10 @@ def sources(device: Limits) -> Iterator[Specialisation]:
 
 
 def bits(source: Specialisation) -> tuple[int, int]:
-    """Bits that an access reads and writes: codes are narrower than what they are made of."""
+    """Bits of a read and of a write: codes are narrower than the values they stand for."""
     defines = dict(source.defines)
     if source.kernel in ("forward", "forward_stream") and not defines["ADDED"]:
-        if defines["CAST"] == 2:  # statistics alone
+        if defines["CAST"] == 2:  # writes statistics only
             return 128, 0
         bits = int(defines["SPAN"]) * (4 if defines["KIND"] == "e2m1" else 8)
         return 128, bits if bits >= 64 else 0

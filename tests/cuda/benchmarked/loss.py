@@ -17,7 +17,7 @@ from transformer_engine_fl.backends.vendor.cuda.loss import (
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 logits on such a device."""
+    """The kernels for bfloat16 logits."""
     low = torch.bfloat16
     for vectors in (4000, 16032, 2**15):
         for summed in (False, True):
@@ -26,5 +26,5 @@ def sources(device: Limits) -> Iterator[Specialisation]:
 
 
 def bits(source: Specialisation) -> tuple[int, int]:
-    """Bits that an access reads and writes; of what is summed up, little is written."""
+    """Bits of a read and of a write; a kernel that only sums writes little."""
     return 128, 0 if source.kernel == "forward" else 128

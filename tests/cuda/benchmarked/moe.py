@@ -1,4 +1,4 @@
-"""The kernels of moe that the benchmarks launch; ``row_maps.cu`` moves few bytes."""
+"""The kernels of moe that the benchmarks launch, without ``row_maps.cu``, which moves few bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_engine_fl.backends.vendor.cuda.moe import (
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 rows on such a device."""
+    """The kernels for bfloat16 rows."""
     low, full = torch.bfloat16, torch.float32
     yield counting(torch.int32, device)[0]
     yield counting(64, device)[0]

@@ -1,4 +1,4 @@
-"""The kernels of normalization that the benchmarks launch, and some of widths between theirs."""
+"""The kernels of normalization that the benchmarks launch, and some for widths in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_engine_fl.backends.vendor.cuda.normalization import (
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 rows on such a device."""
+    """The kernels for bfloat16 rows."""
     low = torch.bfloat16
     for columns in (1024, 4096, 7168, 8192, 12288, 16384, 32768, 65536, 131072, 262144):
         for centred in (False, True):

@@ -12,7 +12,7 @@ from transformer_engine_fl.backends.vendor.cuda.optimizer import TILES, source
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of float32 and bfloat16 tensors, all aligned."""
+    """The kernels for float32 and bfloat16 tensors, all aligned."""
     low, full = torch.bfloat16, torch.float32
     for kind in (low, full):
         vec = 16 // kind.itemsize
@@ -30,5 +30,5 @@ def sources(device: Limits) -> Iterator[Specialisation]:
 
 
 def bits(source: Specialisation) -> tuple[int, int]:
-    """Bits that an access reads and writes; of what is summed up, little is written."""
+    """Bits of a read and of a write; a kernel that only sums writes little."""
     return 128, 0 if source.kernel == "squares" else 128

@@ -10,6 +10,6 @@ from transformer_engine_fl.backends.vendor.cuda.padding import row_key, source
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 rows, on whatever device."""
+    """The kernels for bfloat16 rows, the same on every device."""
     for columns in (1024, 4096, 7168):
         yield source(row_key(2 * columns, 16, 64))[0]

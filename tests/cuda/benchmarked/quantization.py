@@ -26,7 +26,7 @@ from transformer_engine_fl.ops._formats import FORMATS
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 tensors on such a device."""
+    """The kernels for bfloat16 tensors."""
     low = torch.bfloat16
     key = identity_key(low)
     ahead = rows_ahead(key)
@@ -49,7 +49,7 @@ def sources(device: Limits) -> Iterator[Specialisation]:
 
 
 def bits(source: Specialisation) -> tuple[int, int]:
-    """Bits that an access reads and writes: codes are narrower than what they are made of."""
+    """Bits of a read and of a write: codes are narrower than the values they stand for."""
     defines = dict(source.defines)
     if source.kernel == "dequantize":
         return 0 if defines["KIND"] == "e2m1" else 64, 128

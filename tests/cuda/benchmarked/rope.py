@@ -12,7 +12,7 @@ from transformer_engine_fl.backends.vendor.cuda.rope import Key, source
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 heads, on whatever device."""
+    """The kernels for bfloat16 heads, the same on every device."""
     low = torch.bfloat16
     for back in (False, True):
         for interleaved in (False, True):

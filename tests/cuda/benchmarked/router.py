@@ -1,4 +1,4 @@
-"""The kernels of the router that the benchmarks launch, but for those that move few bytes."""
+"""The kernels of the router that the benchmarks launch, without those that move few bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine_fl.backends.vendor.cuda.router import choosing, choosing
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of 128 experts in float32, and of 256 in bfloat16, on such a device."""
+    """The kernels for 128 experts in float32, and for 256 in bfloat16."""
     for experts, dtype, access in ((128, torch.float32, 4), (256, torch.bfloat16, 8)):
         key = (experts, access, dtype)
         full = torch.float32

@@ -12,10 +12,10 @@ from transformer_engine_fl.backends.vendor.cuda.softmax import Key, source
 
 
 def sources(device: Limits) -> Iterator[Specialisation]:
-    """Those of bfloat16 rows on such a device."""
+    """The kernels for bfloat16 rows."""
     low = torch.bfloat16
     for columns in (1024, 2048, 4096, 8192, 32768, 65536, 131072, 262144):
-        if columns != 65536:  # of which a thread keeps one number on the stack
+        if columns != 65536:  # with 65536 columns a thread spills one number
             yield source(Key(columns, 8, low), device)[0]
         yield source(Key(columns, 8, low, low), device)[0]
     for dy in (None, low):
