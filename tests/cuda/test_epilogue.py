@@ -118,8 +118,8 @@ def test_groups_with_several_long_rows_leave_one_amax_each(
 
 @pytest.mark.parametrize(
     ("columns", "rows"),
-    # a warp; whole warps whose vectors are full, also no power of two of them; and not full;
-    # two vectors side by side, of one row and of several; a cluster
+    # a warp; whole warps with full vectors, also if their number is no power of two; vectors that
+    # are not full; two vectors side by side, of one row and of several; a cluster
     [
         (256, 9),
         (512, 9),

@@ -56,7 +56,7 @@ def test_streams_and_graphs_do_not_read_each_others_slots(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("prefer", ["flagos", "vendor:nvidia"])
 def test_slots_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> None:
-    """A stream's slots outlive a graph in whose memory pool torch.compile allocates meanwhile."""
+    """The stream's slots are allocated while torch.compile allocates from its graph's pool."""
     torch._dynamo.reset()
     generator = torch.Generator("cuda").manual_seed(2)
     x, w = (

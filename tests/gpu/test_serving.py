@@ -305,7 +305,7 @@ def encoder(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
 @pytest.mark.parametrize("prefer", SETS)
-# A warning of torch's: some of its own CUDA graphs are empty.
+# A warning of torch's, whose CUDA graphs begin with an empty one.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_layer_of_torchs_trains_as_it_does_without(prefer: str, mode: str | None) -> None:
     torch._dynamo.reset()

@@ -60,7 +60,7 @@ def test_a_kernel_runs_on_the_stream_that_is_current(prefer: str) -> None:
     check_rms(results, x, w)
 
 
-# A warning of torch's: some of its own CUDA graphs are empty.
+# A warning of torch's, whose CUDA graphs begin with an empty one.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("prefer", SETS)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

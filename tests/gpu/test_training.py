@@ -269,7 +269,7 @@ def test_blocks_made_graphed_callables_give_the_same_bits(prefer: str) -> None:
 # --------------------------------------------------------------------------------- compiled
 
 
-# A warning of torch's: some of its own CUDA graphs are empty.
+# A warning of torch's, whose CUDA graphs begin with an empty one.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", ["dense", "experts"])

@@ -133,7 +133,7 @@ def test_data_parallel_ranks_have_the_mean_of_their_gradients(worked: Worked, pr
     found = worked.of(prefer, "data parallel")
     for mine, right in zip(found, losses, strict=True):
         assert abs(mine[0][0] - right) <= 2.0**-7 * right
-    # The all-reduce rounds each gradient once more.
+    # Adding up the ranks' gradients rounds once more.
     assert error(found[0][1], grads) <= TIMES * (narrow + 2.0**-9)
     same = [list(map(torch.equal, *their)) for their in zip(*(it[1:] for it in found), strict=True)]
     assert all(map(all, same))
