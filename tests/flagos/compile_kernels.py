@@ -1,9 +1,9 @@
 """A program that compiles a family's kernels for a target: ``compile_kernels.py sm_90 rope``.
 
-Of targets that take turns it compiles every third case, and the first of each kernel; with
-``every`` all. The kernels are compiled as the operators launch them: ``compiled/`` calls the
-operators with a recorder in place of the launch, and what it recorded is compiled. It is a program
-of its own because that replaces every launch of its process. Prints a report as JSON.
+For targets that take turns it compiles every third case, and the first of each kernel; with
+``every``, all cases. The kernels are compiled as the operators launch them: ``compiled/`` calls the
+operators while a recorder replaces the launch, and the recorded launches are compiled. It is a
+program of its own because it replaces every launch of its process. Prints a report as JSON.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FLAGOS = ROOT / "transformer_engine_fl" / "backends" / "flagos"
 _JIT = re.compile(r"\b(?:triton|gluon)\.jit\b")
-# name -> backend, architecture, warp size, shared memory of a program
+# name -> backend, architecture, warp size, bytes of shared memory for a program
 TARGETS = {
     "sm_80": ("cuda", 80, 32, 166_912),
     "sm_90": ("cuda", 90, 32, 232_448),
     "sm_100": ("cuda", 100, 32, 232_448),
     "gfx942": ("hip", "gfx942", 64, 65_536),
-    # With little shared memory: for what would use nearly all of it.
+    # Little shared memory: for kernels that would use nearly all of it.
     "sm_120": ("cuda", 120, 32, 101_376),
 }
 USUAL = ("sm_80", "sm_90", "sm_100", "gfx942")
 IN_TURN = ("sm_80", "sm_100", "gfx942")
-"""Those whose code no test looks at: together they compile each case of one of them about once."""
+"""Targets whose code no test inspects; together they compile each case about once."""
 
 
 class Recorder:
-    """Stands in for the launch: keeps what would be compiled, once each."""
+    """Replaces the launch: keeps what would be compiled, without duplicates."""
 
     def __init__(self) -> None:
         self.kernels: set[tuple[str, str]] = set()
@@ -58,7 +58,7 @@ class Recorder:
                     continue
             else:
                 number = numbers[place - len(tensors)]
-                # In a tuple there are integers that need 64 bits.
+                # Integers in a tuple need 64 bits.
                 several = ("i64",) * len(number) if isinstance(number, tuple) else None
                 signature[parameter.name] = several or parameter.annotation_type
                 continue
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def kernels() -> dict[str, list[str]]:
-    """The kernels of each module: what is given to Triton's jit, or Gluon's, and none calls."""
+    """The kernels of each module: functions given to Triton's or Gluon's jit, and not called."""
     jitted: dict[str, list[ast.FunctionDef]] = {}
     for path in FLAGOS.glob("*.py"):
         jitted[path.stem] = [
@@ -79,7 +79,7 @@ def kernels() -> dict[str, list[str]]:
             if isinstance(node, ast.FunctionDef)
             and any(_JIT.search(ast.unparse(it)) for it in node.decorator_list)
         ]
-    # By others, or by a warp that one of them gives its own work.
+    # Called by other kernels, or by a warp to which a kernel gives its own work.
     called = {
         name.id
         for function in itertools.chain(*jitted.values())
@@ -143,28 +143,28 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
                 "constants": str(constants),
                 # the names of its tensors
                 "tensors": [name for name, kind in signature.items() if kind[0] == "*"],
-                # elements, where a kernel has them laid out in vectors itself
+                # elements of a vector, where the kernel itself lays out vectors
                 "vector": constants.get((names.index("VEC"),)) if "VEC" in names else None,
-                # elements that lie side by side in each of a row's tensors
+                # elements that are contiguous in each of a row's tensors
                 "run": constants[(names.index("RUN"),)] if aligned else None,
                 "binary": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]),
                 "shared": compiled.metadata.shared,
                 "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
-                # that do not ask L2 to give up their lines last
+                # without an L2 policy to evict their lines last
                 "plain loads": len(re.findall(r"ld\.global(?!\S*L2::cache_hint)\S*\.v4\.b32", ptx)),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
-                # from shared memory, by the tensor memory accelerator
+                # from shared memory, by the Tensor Memory Accelerator
                 "bulk stores": len(re.findall(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)),
-                # of barriers that the kernel makes itself, in which bulk copies count
+                # no fence after the kernel initialises the barriers that count bytes of bulk copies
                 "unfenced": kernel.is_gluon() and "cp.async.bulk.tensor" in ptx and _unfenced(ptx),
-                # for the launch before
+                # for the preceding launch
                 "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
-                # lets the launch that follows start
+                # lets the following launch start
                 "lets": len(re.findall(r"griddepcontrol\.launch_dependents", ptx)),
                 # one 2-byte element at a time
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
-                # slots of other programs for which a lane waits at once
+                # slots of other programs that a lane reads in each turn of a waiting loop
                 "slots": [it.count("ld.") for it in re.findall(r"again:(.*?)vote", ptx, re.S)],
                 # one byte at a time
                 "byte loads": len(re.findall(r"ld\.global(?!\S*\.v)\S*\.b8", ptx)),
@@ -180,7 +180,7 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
 
 
 def _unfenced(ptx: str) -> bool:
-    """Whether nothing stands between the last barrier that is made and the first bulk copy."""
+    """Whether there is no fence between the last barrier's initialisation and the first copy."""
     made = ptx.rindex("mbarrier.init") if "mbarrier.init" in ptx else 0
     return "fence.proxy.async" not in ptx[made : ptx.index("cp.async.bulk.tensor")]
 

@@ -22,5 +22,5 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """The same numbers in whatever order tests run."""
+    """The same random numbers in whatever order tests run."""
     torch.manual_seed(0)

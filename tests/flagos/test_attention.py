@@ -87,8 +87,8 @@ def test_a_bias_expanded_in_any_dimensions(kept: str, device: str) -> None:
     q, k, v = tokens(device, b=2, kv_heads=2)
     full = dict(zip("bhqk", (2, 2, *lengths(device)), strict=True))
     bias = torch.randn([size if axis in kept else 1 for axis, size in full.items()]).to(device)
-    # In a sum over keys, most of a gradient cancels out; less where much weight is beside
-    # them, and nothing more in a sum over queries whose deltas have one sign.
+    # Summed over keys, the bias gradient nearly cancels out: less if the offset has much of the
+    # weight. Summed over queries it does not, if all their deltas have the same sign.
     beside = torch.full((2,), 4.0, device=device)
     options = {"attn_mask_type": "causal_bottom_right", "softmax_type": "learnable"}
     out, lse = check("fused_attn_fwd", q, k, v.abs(), bias, beside, **options)
@@ -143,13 +143,13 @@ def test_hundreds_of_blocks_of_keys_add_up_to_no_error(width: int, device: str) 
 @pytest.mark.parametrize("scale", [0, 1e-38, -0.3, 40.0])
 def test_scales(scale: float, device: str) -> None:
     q, k, v = tokens(device)
-    if scale > 1:  # scores that are exact, and weights that are 0 or 1
+    if scale > 1:  # exact scores, and weights of 0 or 1
         q, k = (it.round().clamp(-2, 2) for it in (q, k))
     check_both(q, k, v, scale=scale, attn_mask_type="causal")
 
 
 def test_keys_hidden_by_a_bias_before_those_that_are_seen(device: str) -> None:
-    """Whole tiles of -inf come first, so that there is no highest score to begin with."""
+    """Whole tiles of -inf come first, so that the first maximum is -inf."""
     q, k, v = tokens(device)
     sq, skv = lengths(device)
     bias = torch.zeros(1, 1, sq, skv, device=device)
@@ -158,11 +158,11 @@ def test_keys_hidden_by_a_bias_before_those_that_are_seen(device: str) -> None:
     check_both(q, k, v, bias)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # in the interpreter
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off_by_one"])
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 def test_a_query_that_is_nan_shows(mask: str, softmax_type: str, device: str) -> None:
-    """A maximum passes its scores over, but a query without a highest score may see keys."""
+    """A maximum ignores NaN, but no maximum must not be taken for no visible key."""
     q, k, v = tokens(device)
     q[:, 3] = torch.nan
     check("fused_attn_fwd", q, k, v, attn_mask_type=mask, softmax_type=softmax_type)
@@ -181,7 +181,7 @@ def of_the_highest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_a_query_with_scores_that_float32_tells_apart_by_thousands_is_not_one_without_keys(
     dtype: torch.dtype, device: str
 ) -> None:
-    """Where its weights are lost that shows; on a GPU they are, by a fused multiply-add."""
+    """If its weights are lost, the output is NaN; on a GPU a fused multiply-add loses them."""
     q, k, v = tokens(device, width=40, dtype=dtype)
     q, k = q * 2**19, k * 2**19
     out, _ = flagos.fused_attn_fwd(q, k, v)
@@ -205,7 +205,7 @@ def test_wrong_offsets_read_and_write_nothing_outside(seed: int, device: str) ->
     def offsets() -> Tensor:
         return wild[torch.randperm(len(wild), generator=generator)].to(device)
 
-    # Ones between others, which would show.
+    # Ones, amid other values that would show in the results.
     memory = torch.full((3, 4096), 1e3, device=device)
     q, k, v = (it[1024 : 1024 + 9 * 2 * 8].fill_(1).view(9, 2, 8) for it in memory)
     options: dict[str, Any] = {
@@ -258,7 +258,7 @@ def test_sequences_too_long_to_be_counted_are_declined(device: str) -> None:
 def test_tiles_fit_in_shared_memory(
     shared: int, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """And are no narrower than products take them; what does not fit is declined."""
+    """Tiles have at least the 16 rows and columns of a product; what does not fit is declined."""
     q, k, v = tokens(device, width=width, v_width=width, dtype=dtype)
     none = dict.fromkeys(contracts._SEQUENCES)
     options: dict[str, Any] = {**none, "max_seqlen_q": None, "max_seqlen_kv": None}

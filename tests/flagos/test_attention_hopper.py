@@ -1,4 +1,4 @@
-"""Attention's kernels for Hopper: what goes to them, and on such a GPU what they give."""
+"""Attention's kernels for Hopper: which calls they serve, and their values on such a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokens(
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What Hopper's forward is told, on a device that passes for one; nothing is launched."""
+    """Arguments of Hopper's forward, on a device that passes for Hopper; nothing is launched."""
     calls: list[tuple[Any, ...]] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *told: Any) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     limits = _launch.Limits(132, 232_448, 32, 65_536, 90)
     monkeypatch.setattr(_launch, "limits", lambda device: limits)
     monkeypatch.setattr(_launch, "has_gluon", lambda: True)
-    for name in ("dense", "plain"):  # which look for a GPU
+    for name in ("dense", "plain"):  # these look for a GPU
         monkeypatch.setattr(flagos, name, lambda _op, _name, tensor: tensor)
     monkeypatch.setattr(hopper, "forward", forward)
     monkeypatch.setattr(flagos, "_start", lambda *_args, **_kwargs: None)
@@ -95,7 +95,7 @@ def test_more_queries_than_its_kernels_count_are_declined_backward() -> None:
         ({}, {"window_size_right": 2}),
         ({}, {"scale": -1.0}),
         ({}, {"scale": 1e-46}),  # 0 in float32
-        ({}, {"scale": 1e39}),  # beyond it
+        ({}, {"scale": 1e39}),  # infinite in float32
         (
             {},
             {
@@ -143,7 +143,7 @@ def test_what_cannot_be_loaded_as_it_lies_is_copied() -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The passes that Hopper's kernels did."""
+    """The passes that Hopper's kernels served."""
     if torch.cuda.get_device_capability() != (9, 0) or not _launch.has_gluon():
         pytest.skip("needs a Hopper GPU and a Triton whose Gluon is known")
     done: list[str] = []
@@ -182,7 +182,7 @@ def test_a_single_key_has_all_the_weight_on_hopper(width: int, on_hopper: list[s
     assert out is not None
     grad = torch.randn_like(out)
     dq, dk, dv, *_ = flagos.fused_attn_bwd(grad, q, k, v, out, lse)
-    # Whatever the scores are: of their gradients is left what does not cancel in float32.
+    # The gradients of scores are 0, but for rounding in float32.
     assert max(dq.abs().max(), dk.abs().max()) < 1e-4
     expected = contracts.fused_attn_bwd.oracle(grad, q, k, v, out, lse)[2]
     assert compare(dv, expected, contracts.fused_attn_bwd.tolerance["bfloat16"]).ratio <= 1

@@ -1,4 +1,4 @@
-"""Triton's layouts around attention: each way through the kernels, and indices that are wrong."""
+"""Triton's layouts around attention: each path through the kernels, and invalid indices."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from transformer_engine_fl.testing.allocation import Guarded
 check = checking(flagos)
 
 WILD = (-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30)
-"""What no index should be; differences of these do not even fit into 32 bits."""
+"""Values that no index should have; their differences do not even fit into 32 bits."""
 
 
 def tokens(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape).to(device, dtype)
 
 
-# Rows that fit into a tile, are cut into pieces of a power of two or another, and are wider
-# than a tile; with heads that follow one another and heads that are apart.
+# Rows that fit into a tile, rows cut into pieces, of a power of two or not, and rows wider than a
+# tile; with contiguous heads and with heads that are apart.
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("shape", [(3, 8), (40, 128), (3, 1000), (5, 1024), (9, 1000), (1, 9001)])
 def test_rows_of_every_width(shape: tuple[int, int], apart: bool, device: str) -> None:

@@ -1,4 +1,4 @@
-"""What the set needs, and says of Triton's interpreter before anything of Triton is loaded."""
+"""What the set needs for Triton's interpreter, reported before anything of Triton is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine_fl.backends import flagos
         ("2.3.5", "3.6.0", None),
         ("2.4.6", "3.6.0", "needs NumPy before 2.4: pip install 'numpy<2.4'"),
         ("2.4.0rc1", "3.6.0+git12", "needs NumPy before 2.4"),
-        ("2.4.6", None, None),  # by another name
+        ("2.4.6", None, None),  # Triton under another name
         (None, "3.7.1", "needs NumPy: pip install numpy"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A kernel that does not compile: the next implementation serves, whatever the operator writes."""
+"""A kernel that does not compile: the next implementation serves, even an operator that mutates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITING = [it.name for it in ops.CATALOGUE.values() if it.mutates]
 
 
 def _manager() -> OpManager:
-    """The set, and behind it the reference."""
+    """A manager with this set and the reference after it."""
     registry = OpRegistry()
     flagos.register(registry)
     reference.register(registry)
@@ -35,7 +35,7 @@ def _tensors(call: Any) -> list[torch.Tensor]:
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, which: int) -> list[str]:
-    """Have the kernel that is compiled as this one not compile; what has been compiled."""
+    """Make the ``which``-th kernel fail to compile; returns the names of the kernels compiled."""
     monkeypatch.setattr(_arguments, "_LAUNCHES", {})
     gemm = importlib.import_module(f"{flagos.__name__}.gemm")
     for name, plans in vars(gemm).copy().items():
@@ -84,7 +84,7 @@ def test_the_next_serves_whichever_kernel_of_a_call_does_not_compile(
 
 
 class Refused:
-    """A kernel that is not compiled."""
+    """A kernel that fails to compile."""
 
     __name__ = "refused"
     arg_names = ("a_ptr", "n")

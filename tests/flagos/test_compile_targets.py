@@ -1,13 +1,12 @@
 """Every kernel compiles for every kind of GPU, on a machine that has none.
 
-A file of ``compiled/`` launches a family's kernels in each way that matters to the
-compiler, and says which modules' kernels those are (``MODULES``), which of them read and
-write each number once, so by whole vectors (``STREAMING``), which of these do so by
-``tl.load`` and not by ``fetch`` (``PLAIN``), how many accesses of single numbers they have
-(``single``), and what else is to be seen in the code for sm_90 (``check``). Kernels written for
-some GPUs alone name them (``TARGETS``).
+A file of ``compiled/`` launches a family's kernels in each way that matters to the compiler. It
+names the modules of these kernels (``MODULES``), the kernels that read and write each number once,
+so by whole vectors (``STREAMING``), and those of them that use ``tl.load`` instead of ``fetch``
+(``PLAIN``). It also gives the number of accesses of single numbers (``single``), further checks of
+the code for sm_90 (``check``), and the targets of kernels written for some GPUs only (``TARGETS``).
 
-All ways are compiled for sm_90; the other usual kinds take turns, each with a third of the ways
+All cases are compiled for sm_90; the other usual targets take turns, each with a third of the cases
 and the first of every kernel. ``--every-target`` compiles all for all.
 """
 
@@ -28,8 +27,8 @@ from transformer_engine_fl.backends.flagos import _launch
 HERE = Path(__file__).parent
 FAMILIES = sorted(path.stem for path in (HERE / "compiled").glob("*.py"))
 
-# In the interpreter it would find, in processes without it, what the first of make test's
-# runs has found.
+# A run with the interpreter would only repeat, in processes without it, what the first run of
+# make test does.
 pytestmark = pytest.mark.skipif(
     _launch.INTERPRETED,
     reason="needs Triton's compiler (make test has it in its first run)",

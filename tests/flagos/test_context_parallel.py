@@ -1,4 +1,4 @@
-"""Triton's steps between ranks: each way through the kernels, and offsets that are wrong."""
+"""Triton's steps between ranks: each path through the kernels, and invalid offsets."""
 
 from __future__ import annotations
 

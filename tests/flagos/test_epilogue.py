@@ -1,4 +1,4 @@
-"""Triton's quantised epilogues where the samples do not lead: cuts, strides, extremes."""
+"""Triton's quantised epilogues beyond the samples: cuts, strides, extremes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NORMS = ("rmsnorm_fwd_quantize", "rmsnorm_fwd_add_quantize", "layernorm_fwd_quan
 
 
 def cuts_of(op: str, cast: bool, dtype: torch.dtype) -> dict[int, Any]:
-    """By which rows are cut."""
+    """The operator's cuts of rows, each by the widest row that it serves."""
     added, centred = op == "rmsnorm_fwd_add_quantize", op == "layernorm_fwd_quantize"
     return flagos._cuts(dtype.itemsize == 2, added, centred, cast)
 
@@ -72,7 +72,7 @@ def test_rows_that_end_within_a_block(columns: int, device: str) -> None:
 @pytest.mark.parametrize("cast", [False, True], ids=["statistics", "cast"])
 @pytest.mark.parametrize("op", NORMS)
 def test_every_cut_of_rows(op: str, cast: bool, dtype: torch.dtype, device: str) -> None:
-    """At the widest row of each, and at one that ends within a part and a block of values."""
+    """The widest row of each cut, and a row that ends within a part and a block of values."""
     for widest in cuts_of(op, cast, dtype):
         for columns in (widest, widest - 72):
             given = inputs(op, 3, columns, device, dtype)
@@ -166,7 +166,7 @@ def test_a_row_of_zeros_without_epsilon_spoils_no_other(form: str, device: str) 
     alone = flagos.rmsnorm_fwd_quantize(x, weight, eps=0.0, format=form)  # type: ignore[attr-defined]
     x = torch.cat([x, torch.zeros_like(x[:1])])
     found = flagos.rmsnorm_fwd_quantize(x, weight, eps=0.0, format=form)  # type: ignore[attr-defined]
-    if form != "block_128x128":  # where all of it is one block
+    if form != "block_128x128":  # where all rows are in one block
         assert found[0][:4].view(torch.uint8).equal(alone[0].view(torch.uint8))
     assert found[-1][4] == torch.inf
     if alone[2] is not None:
@@ -175,7 +175,7 @@ def test_a_row_of_zeros_without_epsilon_spoils_no_other(form: str, device: str) 
 
 def test_the_sum_is_normalized_as_it_is_rounded(device: str) -> None:
     x = torch.full((4, 64), 1.0, dtype=torch.bfloat16, device=device)
-    residual = torch.full_like(x, 2.0**-9)  # half a unit in the last place is rounded to even
+    residual = torch.full_like(x, 2.0**-9)  # half a unit in the last place, a tie
     residual[:, ::2] = 2.0**-8 + 2.0**-9
     weight = torch.ones(64, dtype=torch.bfloat16, device=device)
     found = check("rmsnorm_fwd_add_quantize", x, residual, weight, format="mxfp8")

@@ -1,4 +1,4 @@
-"""Triton's matrix products against the contract: each way through the kernels, arguments."""
+"""Triton's matrix products against the contract: each path through the kernels, arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ check = checking(flagos)
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 TRANSPOSES = tuple(itertools.product((True, False), repeat=2))
 SCALES = tuple(itertools.product(("whole", "rows", "squares", "exponents"), repeat=2))
-# More tiles than programs, more rows of tiles than are taken together, and a rest of each.
+# More tiles than programs, more rows of tiles than a group of them has, and partial tiles.
 MANY = (333, 200, 72)
 
 
@@ -40,7 +40,7 @@ def operands(
     sizes: tuple[int, int, int] = MANY,
     seed: int = 7,
 ) -> tuple[Tensor, Tensor]:
-    """A and B for D of ``sizes[:2]``."""
+    """A and B for a product D of shape ``sizes[:2]``."""
     m, n, k = sizes
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn((n, k) if transa else (k, n), generator=generator)
@@ -124,7 +124,7 @@ def test_a_tensor_with_dense_columns_is_not_copied(
     assert torch.equal(found, right)
     turned = A.t().contiguous().t()
     check("generic_gemm", turned, B)
-    # A plan is kept only if the kernel takes what was given.
+    # A plan is kept only if the kernel takes the tensors as they were given.
     assert len(flagos._PLANS) == 3
 
 
@@ -207,7 +207,7 @@ def test_accumulated_groups_of_several_dtypes(device: str) -> None:
 def test_groups_like_those_of_a_call_before(
     way: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The interpreter has one memory for all that a kernel writes.
+    # The interpreter keeps all outputs of a kernel in one memory, so a wgrad's tensors are copied.
     copied = _launch.INTERPRETED and way == "wgrad"
     grouped_calls.check(flagos, way, device, monkeypatch, copied=copied)
 
@@ -297,7 +297,7 @@ def test_a_factor_beyond_float32_is_declined(name: str, device: str) -> None:
     into = torch.zeros(8, 24, device=device)
     one: dict[str, Any] = {"accumulate_into": into}
     grouped: dict[str, Any] = {"accumulate_into": [into]}
-    for _ in range(2):  # known now, the call is alike but for the number
+    for _ in range(2):  # the second time the call is known, but for the number
         flagos.generic_gemm(A, B, **one)
         flagos.te_general_grouped_gemm([A], [B], **grouped)
         for factor in (1e39, -1e39):
@@ -356,7 +356,7 @@ def test_autograd_is_told_what_is_accumulated_into(
     into = [torch.zeros(8 // (count or 1), 16, device=device) for _ in range(count or 1)]
     weight = torch.ones(16, device=device, requires_grad=True)
     saved = (into[0] * weight).sum()
-    # Not by the interpreter, which writes by torch's own operators.
+    # Not by the interpreter, whose torch operators would tell autograd.
     monkeypatch.setattr(_launch.Launch, "__call__", lambda *_: None)
     if count:
         flagos.te_general_grouped_gemm([A, A], [B], [4, 4], accumulate_into=into)
@@ -408,7 +408,7 @@ def test_a_graph_replays_products_and_the_table_of_groups(device: str) -> None:
 def hopper_and_portable(
     op: str, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What the contract asks for, made by Hopper's kernels and by those for every GPU."""
+    """Results of Hopper's kernels and of the portable ones, after a check of the usual choice."""
     if torch.cuda.get_device_capability() != (9, 0) or not _launch.has_gluon():
         pytest.skip("needs a Hopper GPU, and a Triton whose Gluon is known")
     given = flagos._TILES

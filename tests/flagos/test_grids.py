@@ -1,4 +1,4 @@
-"""Calls that are declined, not launched: of more than kernels count or than grids have room for."""
+"""Calls that are declined before any launch: counts too large for a kernel or for a grid."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def declined(
         raise AssertionError("something was launched")
 
     def new(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)  # memory that nothing touches
+        return torch.empty(*shape, dtype=dtype, device=device)  # never touched
 
     monkeypatch.setattr(_launch.Launch, "__call__", launched)
     with pytest.raises(NotSupportedError, match=what):
         call(new)
 
 
-MOST, MORE = 64, 66  # stand for what an int32 counts
+MOST, MORE = 64, 66  # in place of an int32's limit
 
 COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
     "rows of an activation": ("rows", lambda new: activation.gelu(new(MORE, 4)[:, :3])),
@@ -171,7 +171,7 @@ COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
             new(1, MORE, dtype=torch.float32), bounds(new), MORE // 2, lse_packed=True
         ),
     ),
-    # These programs count beyond their last row: by all that all of them have at once.
+    # These programs count past the last row: as far as all of them together reach.
     "tokens of a loss, and those beyond": (
         "tokens, padded to whole tiles,",
         lambda new: router.fused_moe_aux_loss_fwd(

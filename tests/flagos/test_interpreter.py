@@ -1,4 +1,4 @@
-"""The interpreter that replaces once per launch gives what Triton's own gives."""
+"""The interpreter that patches Triton once per launch gives the results of Triton's own."""
 
 from __future__ import annotations
 

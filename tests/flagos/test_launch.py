@@ -1,4 +1,4 @@
-"""Launching Triton's kernels: what the driver is given, and when Triton does it."""
+"""Launching Triton's kernels: what the driver is given, and when Triton launches instead."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from transformer_engine_fl.backends.flagos import normalization as flagos
 
 
 class Launcher:
-    """What Triton has for a compiled kernel that needs no scratch memory."""
+    """Triton's launcher of a compiled kernel that needs no scratch memory."""
 
     launch_cooperative_grid, launch_pdl = False, True
     global_scratch_size = profile_scratch_size = 0
 
 
 class LauncherWithScratch(Launcher):
-    """The same of a kernel whose programs need 128 bytes each."""
+    """The launcher of a kernel whose programs need 128 bytes of scratch memory each."""
 
     global_scratch_size = 128
 
 
 class LauncherThatWatches(Launcher):
-    """The same of a kernel that is profiled."""
+    """The launcher of a kernel that is profiled."""
 
     profile_scratch_size = 128
 
 
 class LauncherOfAll(Launcher):
-    """The same of a kernel whose programs wait for each other."""
+    """The launcher of a kernel whose programs wait for each other."""
 
     launch_cooperative_grid, launch_pdl = True, False
 
 
 def started(x: int, y: int, *own: Any, scratch: int = 0, together: bool = False) -> tuple[Any, ...]:
-    """What a launch on device 1 gives to the driver; the last of ``own`` is the kernel's handle."""
+    """The driver's arguments for a launch on device 1; ``own[-1]`` is the kernel's handle."""
     way = _driver._COOPERATIVE if together else _driver._PROGRAMMATIC_STREAM_SERIALIZATION
     how = (own[-1], (x, y, 1), (128, 1, 1), 1024, 501, {way: (1, 0, 0)})
     return how, (*own[:-1], scratch, 0)
 
 
 class Log(list[Any]):
-    """What was done, in its order; the driver notes launches here."""
+    """Events in order; the driver adds launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ TYPES = {"P": "*fp32", "q": "i64", "f": "fp32"}
 
 
 def kind(argument: Any) -> Any:
-    """What an argument is in memory that Triton does not specialise for; None for None."""
+    """The code of an argument's type in the launch's memory; None for None."""
     if isinstance(argument, tuple):
         return tuple(map(kind, argument))
     if isinstance(argument, Tensor):
@@ -82,19 +82,19 @@ def kind(argument: Any) -> Any:
 
 
 def signature(kind: Any) -> Any:
-    """The type that Triton has for it."""
+    """The type's name in Triton."""
     if isinstance(kind, tuple):
         return tuple(map(signature, kind))
     return TYPES.get(kind, "constexpr")
 
 
 class StubKernel:
-    """A kernel that notes how it is launched; its handle is its constant BLOCK.
+    """A kernel that records how it is launched; its handle is its constant BLOCK.
 
     Attributes:
-        packed_metadata: its warps, programs of a cluster and bytes of shared memory.
-        target: what it is compiled for.
-        types: of parameters by which place, where Triton has others.
+        packed_metadata: warps, programs of a cluster, and bytes of shared memory.
+        target: the target that it is compiled for.
+        types: by parameter position, Triton's type where it differs from :func:`signature`.
     """
 
     arg_names: tuple[str, ...] = ("a_ptr", "b_ptr", "n", "BLOCK")
@@ -106,7 +106,7 @@ class StubKernel:
         self.log, self.launcher = log, launcher
 
     def warmup(self, *args: Any, **options: Any) -> None:
-        """Compiles it, and launches nothing."""
+        """Compiles the kernel without a launch."""
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
@@ -127,14 +127,14 @@ class StubKernel:
 
 
 def make_known(operator: Any, *arguments: Any) -> None:
-    """Call it so often that such calls are repeated."""
+    """Call the operator until such calls are repeated."""
     for _ in range(_repeats.CALLS_BEFORE):
         operator(*arguments)
     assert operator.calls.last(*arguments) is not _repeats.MISS, operator.calls.refusal
 
 
 class OnDevice:
-    """Notes that the current device is switched for a while."""
+    """Records that the current device is switched, and switched back."""
 
     def __init__(self, log: Log, index: int) -> None:
         self.log, self.index = log, index
@@ -148,7 +148,7 @@ class OnDevice:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """What a launch on device 1 does, on a machine where nothing can really be launched."""
+    """Events of launches on device 1, on a machine that cannot launch anything."""
     noted = Log()
     found = types.SimpleNamespace(cuLaunchKernelEx=noted.driver.launch)
     monkeypatch.setattr(_driver, "_driver", lambda: found)
@@ -195,7 +195,7 @@ def test_no_more_programs_share_rows_than_a_multiprocessor_runs(
     monkeypatch.setattr(_launch, "limits", lambda device: offered)
     cut = _rows.Cut(threads=32, width=1024, programs=20, stages=3, shared=True)
     rows = _rows.SharedRows(StubKernel(log), torch.device("cuda:1"), cut, 4096, 1, torch.float32, 2)
-    groups = programs * 10 // 4  # of four pieces on ten multiprocessors
+    groups = programs * 10 // 4  # four pieces per row, ten multiprocessors
     assert rows.groups(100 * groups) == groups
 
 
@@ -203,7 +203,7 @@ def test_no_more_programs_share_rows_than_a_multiprocessor_runs(
 def test_no_more_stages_are_asked_for_than_programs_have_room_for(
     stages_in_use: int, stages: int, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = 4 * (_rows._SUMS_BYTES + 3 * 1024 * 2)  # for three stages beside the sums, four times
+    room = 4 * (_rows._SUMS_BYTES + 3 * 1024 * 2)  # four programs, each with sums and three stages
     monkeypatch.setattr(_launch, "limits", lambda device: _launch.Limits(10, room, 32, 65_536, 90))
     monkeypatch.setattr(_launch, "has_ptx", lambda: True)
     cut = _rows.Cut(threads=32, width=1024, programs=4, stages=8, shared=True)
@@ -267,7 +267,7 @@ def test_each_alignment_is_compiled_for_itself(log: Log) -> None:
     for tensors in ((a, b), (a[1:], b), (a, b[1:]), (a[1:], b[1:]), (a, None)):
         log.clear()
         launch((5, 1), tensors, (3,))
-        # None is no pointer at all, which a caller may not change: it counts as aligned.
+        # None is no pointer and a caller always or never gives it, so it counts as aligned.
         assert ("ordinary" in log) is (tensors[1] is not None)
     log.clear()
     launch((5, 1), (a[4:], b[8:]), (3,))
@@ -289,7 +289,7 @@ def test_the_current_device_is_switched_for_the_launch(
 
 
 def repeated(launch: _launch.Launch, numbers: tuple[Any, ...] = (3, 2.5)) -> Any:
-    """An operator of one launch, called so often that its calls are known."""
+    """An operator with one launch, called until its calls are repeated."""
 
     @_repeats.repeating
     def operator(input: Tensor, other: Tensor | None = None) -> Tensor:
@@ -341,7 +341,7 @@ def test_an_exchanging_launch_has_new_epochs_each_time_and_the_same_slots(log: L
 def test_machine_code_stays_loaded_as_long_as_something_starts_it(
     starts: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From Triton 3.8 on a compiled kernel unloads it when it goes."""
+    """From Triton 3.8 on, a compiled kernel unloads its machine code when it is freed."""
     seen: list[weakref.ref[Any]] = []
     known = _launch._started
 
@@ -415,7 +415,7 @@ def test_a_call_goes_the_ordinary_way_from_its_start_where_its_second_launch_mus
 
     def start(launched: tuple[Any, ...]) -> None:
         log.append(launched)
-        if watched:  # from now on somebody wants to see launches
+        if watched:  # launches are watched from now on
             _launch._DirectLaunches.allowed = False
 
     log.driver.noting = start
@@ -610,7 +610,7 @@ def test_without_nvidias_driver_triton_launches(log: Log, monkeypatch: pytest.Mo
 
 
 def test_a_number_that_is_too_large_is_no_reason_to_run_another_kernel(log: Log) -> None:
-    """One that writes its arguments may have launched another before."""
+    """The error is final, as an operator that mutates may have launched another kernel before."""
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     a = torch.zeros(64)
     launch((5, 1), (a, a), (3,))
@@ -621,7 +621,7 @@ def test_a_number_that_is_too_large_is_no_reason_to_run_another_kernel(log: Log)
 
 
 def test_a_number_that_is_too_large_is_not_cut_off_by_tritons_launcher(log: Log) -> None:
-    """Which takes the lowest 32 bits of it, and says nothing."""
+    """Triton's launcher would silently take the lowest 32 bits."""
 
     def annotated(n: tl.int32) -> None: ...
 
@@ -659,13 +659,13 @@ def test_launches_are_ordinary_when_asked_for_or_watched(log: Log) -> None:
 
 
 class OthersWait:
-    """A kernel that takes so many seconds in threads other than the one that has made it.
+    """A kernel that takes ``seconds`` in all threads but the one that has created it.
 
     Attributes:
-        running: launches under way.
-        most: how many there were at once.
-        begun: one is.
-        end: no other second is needed.
+        running: launches in progress.
+        most: the largest number of launches in progress at once.
+        begun: set once a launch has begun.
+        end: ends the wait early.
     """
 
     arg_names = ("a_ptr",)
@@ -689,7 +689,7 @@ class OthersWait:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[OthersWait], None]:
-    """Launches a kernel as the interpreter's are."""
+    """Launches a kernel as interpreted kernels are."""
     monkeypatch.setattr(_launch, "INTERPRETED", True)
 
     def start(kernel: OthersWait) -> None:
@@ -721,7 +721,7 @@ def test_a_forked_child_interprets_while_another_thread_of_its_parent_did(
     assert kernel.begun.wait(20)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # ends it, should it hang
+        signal.alarm(20)  # ends the child if it hangs
         try:
             interpreted(kernel)
             os._exit(0)

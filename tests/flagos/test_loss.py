@@ -32,14 +32,14 @@ IGNORED = 3
 
 
 def targets_of(logits: Tensor) -> Tensor:
-    """Both ends of the vocabulary, the middle, none, and words that do not exist."""
+    """Both ends of the vocabulary, the middle, the ignored word, and words that do not exist."""
     words = logits.shape[-1]
     some = torch.tensor([0, words - 1, words // 2, IGNORED, words, -7, 2**40])
     return some.repeat(len(logits))[: len(logits)].to(logits.device)
 
 
 def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
-    """Forward and backward, with these options, and as a shard."""
+    """Check forward and backward with each of the options, and the statistics of a shard."""
     target = targets_of(logits)
     kind = math_dtype(logits.dtype)
     grads = torch.randn(2, len(logits), dtype=kind, device=logits.device)
@@ -88,8 +88,8 @@ def test_which_rows_in_no_whole_vectors_are_read_once(
     assert set(said) == {once}
 
 
-# Rows that begin at whole vectors and do not end there; that begin anywhere, alike in input
-# and gradient, and are wide enough to have whole vectors in their middle; and not alike.
+# Rows aligned to vectors, which end within one; unaligned rows, with the same alignment in input
+# and gradient and whole vectors in their middle; and rows with different alignments.
 PLACES = [(77, 96), (5001, 5024), (5001, 5009), (4100, 4100), (4097, 5001)]
 
 
@@ -133,10 +133,10 @@ def test_a_part_of_padded_rows_has_the_bits_that_it_has_among_all(
 
 
 def test_factors_of_more_rows_than_two_billion_numbers_have(device: str) -> None:
-    """The last of their four rows begins beyond an int32; one program's part of each is touched."""
+    """Factors are [4, count]: row 3 begins beyond an int32; only one program's part is touched."""
     count, rows = 2**31 // 3 + 1, flagos._MERGE_ROWS
     try:
-        before = 2**31  # where an int32 would have it
+        before = 2**31  # so that a wrapped int32 stays in this allocation
         factors = torch.empty(before + 4 * count, device=device)[before:]
     except RuntimeError:
         pytest.skip("no memory for them, though most of it stays untouched")
@@ -165,7 +165,7 @@ def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> N
     assert loss.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # in the interpreter
 @pytest.mark.parametrize("columns", [60, 64, 4096, 24_576])
 def test_gradients_at_once_of_rows_that_are_ignored_are_zero(columns: int, device: str) -> None:
     logits = torch.randn(5, columns, device=device).bfloat16()
@@ -227,7 +227,7 @@ def test_shards_of_any_width_make_the_whole(options: str, device: str) -> None:
 def test_scores_under_a_cap_are_as_exact_as_float32_where_tanh_is_put_together(
     cap: float, device: str
 ) -> None:
-    """The gradient of lse at one word against all but hidden others is the score's slope."""
+    """A shard of one word has its capped score, ``cap * tanh(x / cap)``, in its statistics."""
     u = torch.cat((torch.logspace(-6, 0.5, 200), torch.linspace(0.5, 0.75, 200)))
     logits = (cap * torch.cat((u, -u)))[:, None].to(device)
     target = torch.zeros(len(logits), dtype=torch.int64, device=device)
@@ -253,7 +253,7 @@ def linear_call(
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers have their logits made for a few words, or rows, at a time."""
+    """The logits of linear layers are computed for a few words, or rows, at a time."""
     monkeypatch.setattr(_cross_entropy, "_ROWS_AT_ONCE", (16, 16))
     monkeypatch.setattr(_cross_entropy, "_LOGITS", {"forward": 21 * 64, "backward": 21 * 48})
     monkeypatch.setattr(_cross_entropy, "_FEWEST_WORDS", 16)
@@ -313,7 +313,7 @@ def test_hopper_s_linear_layers_store_no_logits(
 
     input, weight = normal(rows, hidden), normal(words, hidden) / 8
     bias = normal(words) if with_bias else None
-    # Few rows have the same target: what they give its word would cancel, but for rounding.
+    # Few rows have the same target: their gradients for its word would cancel, but for rounding.
     target = torch.randperm(words, generator=generator)[:rows].to(device)
     target[:4] = torch.tensor([0, words - 1, IGNORED, IGNORED])
     missing = target.clone()
@@ -326,7 +326,7 @@ def test_hopper_s_linear_layers_store_no_logits(
         _, lse = check("fused_linear_cross_entropy_fwd", input, weight, target, bias, **given)
         call = (grads, input, weight, target, lse, bias, grads / 8 if given else None)
         exact = reference.fused_linear_cross_entropy_bwd(*map(as_double, call), **given)
-        # Gradients that are rounded before they are summed err by as much either way.
+        # Either kernel rounds gradients before it sums them, so both have errors of the same size.
         found = flagos.fused_linear_cross_entropy_bwd(*call, **given)
         with monkeypatch.context() as patch:
             patch.setattr(flagos, "_for_hopper", lambda *_: None)
@@ -336,7 +336,7 @@ def test_hopper_s_linear_layers_store_no_logits(
                 errors = [(it.double() - value).square().mean().sqrt() for it in (one, other)]
                 assert errors[0] <= 1.05 * errors[1]
                 assert errors[0] <= 0.01 * value.square().mean().sqrt()
-    if bias is None:  # of a row that is ignored logits may overflow
+    if bias is None:  # logits of an ignored row may overflow
         target[2:] = IGNORED
         huge = input.abs()
         huge[5] = torch.finfo(dtype).max
@@ -345,13 +345,13 @@ def test_hopper_s_linear_layers_store_no_logits(
         found = flagos.fused_linear_cross_entropy_bwd(grads, *linear, lse, **ignored)
         assert all(it is None or it.isfinite().all() for it in found)
         assert found[0][2:].count_nonzero() == 0
-        # What a row that is NaN gives shows, though nothing is asked of its loss.
+        # NaN in a row shows in its gradient, even if the gradient of its loss is 0.
         broken, nothing = input.clone(), torch.zeros_like(grads)
         broken[0] = torch.nan
         _, lse = flagos.fused_linear_cross_entropy_fwd(broken, weight, target, **ignored)
         call = (nothing, broken, weight, target, lse)
         assert flagos.fused_linear_cross_entropy_bwd(*call, **ignored)[0][0].isnan().all()
-    else:  # which rows that are ignored know nothing of
+    else:  # must not reach the gradients of ignored rows
         bias[3:6] = torch.tensor([100.0, torch.inf, torch.nan])
         every = torch.full_like(target, IGNORED)
         call = (grads, input, weight, every, torch.zeros_like(grads), bias, None)
@@ -380,7 +380,7 @@ def as_double(value: Tensor | None) -> Tensor | None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the size of the largest result."""
+    """Records the size of the largest result."""
 
     numel = 0
 

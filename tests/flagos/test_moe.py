@@ -1,4 +1,4 @@
-"""Triton's ways to experts and back: any numbers of experts, maps that are wrong, wide rows."""
+"""Triton's permutation to experts and back: numbers of experts, invalid maps, wide rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine_fl.testing.arguments import as_tuple
 check = checking(flagos)
 
 WILD = (-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30, 1)
-"""What no entry of a map should be."""
+"""Values that no entry of a map should have."""
 
 
 def numbers(*shape: int, device: str, seed: int = 0) -> Tensor:
@@ -95,7 +95,7 @@ GROUPINGS = {
 
 @pytest.fixture(params=GROUPINGS)
 def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with more tiles than a test has time for."""
+    """Limits so small that few tiles take the paths of many."""
     few, groups = GROUPINGS[request.param]
     monkeypatch.setattr(_row_maps, "_FEW_OF_INDICES", few)
     monkeypatch.setattr(_row_maps, "_FEW_OF_MASKS", few)
@@ -170,17 +170,17 @@ def test_tokens_of_many_experts_and_of_none(device: str) -> None:
 
 
 def by_index(tokens: int, topk: int, device: str) -> Tensor:
-    """A map of rows in no order, with some pairs that have none, and rows that no pair has."""
+    """A map of rows in random order, with pairs that have no row, and rows that have no pair."""
     order = torch.randperm(2 * tokens * topk, generator=torch.Generator().manual_seed(3))
     rows = order[: tokens * topk].view(topk, tokens)
     return rows.masked_fill(rows % 5 == 0, -1).to(device, torch.int32)
 
 
 def by_mask(tokens: int, experts: int, device: str) -> Tensor:
-    """As :func:`by_index`."""
+    """The same kind of map, by mask."""
     generator = torch.Generator().manual_seed(4)
     order = torch.randperm(2 * tokens * experts, generator=generator)
-    lines = torch.full((tokens, 2 * experts + 1), 10**9)  # where nothing reads
+    lines = torch.full((tokens, 2 * experts + 1), 10**9)  # never read
     for t in range(tokens):
         count = t % (experts + 1)
         lines[t, :count] = order[t * experts : t * experts + count]

@@ -1,4 +1,4 @@
-"""Triton's numbers of four bits, by instructions and without."""
+"""Triton's casts to four bits, by PTX instructions and without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _by_pairs(x_ptr, byte_ptr, LEAVES_NAN: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def numbers() -> Tensor:
-    """All of bfloat16 but NaN with a sign, and what is next to each tie."""
+    """All of bfloat16 except NaN with a sign, and the float32 neighbours of each tie."""
     every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16).float()
     every = every[~(every.isnan() & every.signbit())]
     tie = torch.tensor(TIES)
@@ -46,7 +46,7 @@ def nearest(x: Tensor) -> Tensor:
     """The code with the nearest value, the even one in a tie; 7 for NaN."""
     size = x.double().abs().nan_to_num(nan=6.0).clamp_max(6.0)
     distance = (size[:, None] - torch.tensor(SIZES, dtype=torch.float64)).abs()
-    # The first of equal ones is found: the even codes come before the odd ones.
+    # argmin finds the first of equal distances: even codes come first.
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     code = order[distance[:, order].argmin(1)]
     return code | (x.signbit().long() << 3)

@@ -1,4 +1,4 @@
-"""Tensors of which torch keeps the sign apart: dense as they may be, a kernel must not see them."""
+"""Lazily negated tensors: even if one is dense, a kernel must not read its memory as it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_engine_fl.ops import CATALOGUE
 from transformer_engine_fl.testing.arguments import as_tuple
 
-# Those with a quick look at their arguments.
+# Operators with a quick check of their arguments.
 OPERATORS = [name for name, it in CATALOGUE.items() if it.family in ("activation", "normalization")]
 
 
@@ -21,7 +21,7 @@ def test_a_lazily_negated_tensor_is_taken_at_its_value(op: str, device: str) -> 
     module = importlib.import_module(f"transformer_engine_fl.backends.flagos.{contract.family}")
     operator = getattr(module, op)
     args = next(iter(contract.samples("float32", device))).args
-    expected = as_tuple(operator(*args))  # by a plan, which later calls find
+    expected = as_tuple(operator(*args))  # makes a plan, which later calls find
     for place, given in enumerate(args):
         assert isinstance(given, Tensor)
         negated = torch._neg_view(-given)
@@ -31,7 +31,7 @@ def test_a_lazily_negated_tensor_is_taken_at_its_value(op: str, device: str) -> 
 
 
 def test_a_single_negated_number_is_taken_at_its_value(device: str) -> None:
-    """Such a tensor is dense however it came to be, as the statistics of one row are."""
+    """A tensor of one number is dense however it was made, as the statistics of one row are."""
     from transformer_engine_fl.backends.flagos.normalization import rmsnorm_bwd
 
     dy, x, gamma = torch.randn(3, 8, device=device)

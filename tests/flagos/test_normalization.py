@@ -39,7 +39,7 @@ def backward_inputs(x: Tensor, gamma: Tensor, centred: bool) -> tuple[Tensor, ..
 # ------------------------------------------------------------------------------- values
 
 
-# Of the other dtypes the conformance tests run every sample in the interpreter too.
+# The conformance tests run the samples of the other dtypes, in the interpreter, too.
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
@@ -69,8 +69,8 @@ def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: s
         (4096, 4096, 512, (4096,)),
         (8192, 4096, 1024, (4096, 4096)),
         (5003, 4096, 1024, (4096, 1024)),
-        (4100, 4096, 1024, (4096, 1024)),  # no part is narrower
-        (7680, 8192, 1024, (8192,)),  # rather than three for a sixteenth
+        (4100, 4096, 1024, (4096, 1024)),  # no part is narrower than the least
+        (7680, 8192, 1024, (8192,)),  # padded by a sixteenth, rather than three parts
         (28672, 16384, 2048, (16384, 8192, 4096)),
         (25000, 16384, 2048, (16384, 8192, 2048)),
         (31000, 16384, 2048, (16384, 16384)),
@@ -96,7 +96,7 @@ def test_parts_hold_their_row_and_little_more() -> None:
             assert sum(parts[:-1]) < columns
 
 
-# All but the first are shared by several programs, the last by most.
+# Several programs share a row, except in the first case; most programs in the last.
 @pytest.mark.parametrize(
     ("columns", "dtype"),
     [
@@ -121,7 +121,7 @@ def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: 
     "columns", [100, 5003, 13_001, 20_000, 24_001, 32_768, 40008, 50_257, 131_073]
 )
 def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
-    """As a difference of mean squares it would be off by some per cent."""
+    """A difference of mean squares would be off by some per cent."""
     x = (torch.randn(2, columns) + 1000).to(device, torch.float16)
     ones = torch.ones(columns, dtype=torch.float16, device=device)
     check("layernorm_fwd", x, ones, ones)
@@ -132,12 +132,12 @@ def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
 def test_the_variance_of_pieces_survives_a_mean_of_any_size(
     columns: int, dtype: torch.dtype, device: str
 ) -> None:
-    """They are summed around 0 first, and again where that says too little."""
+    """Pieces are summed around 0 first, and summed again where that is not precise enough."""
     means = torch.tensor([0.0, 1.0, 2.5, 2.8, 4.0, 30.0, 120.0, 250.0, 0.0, 0.0])
     x = means[:, None] + means.abs().clamp(min=4)[:, None] / 4 * torch.randn(10, columns)
     x[5:8] = means[5:8, None] + torch.randn(3, columns)
-    x[8, :2048] += 100  # a piece that has a mean of its own
-    x[9, 5] = 1000.0  # a number far from all others
+    x[8, :2048] += 100  # one piece has another mean
+    x[9, 5] = 1000.0  # one number is far from all others
     x = x.to(device, dtype)
     weight, bias = torch.randn(2, columns).to(device, dtype)
     check("layernorm_fwd", x, weight, bias)
@@ -164,7 +164,7 @@ def test_squares_too_large_for_a_sum_are_those_of_a_mean(
 def test_numbers_that_are_all_alike_have_no_variance(
     columns: int, dtype: torch.dtype, device: str
 ) -> None:
-    """However large they are: the quotient of their sum is one of them."""
+    """However large the numbers are, their mean is one of them."""
     x = torch.full((3, columns), 1.5 * 2**70, dtype=dtype, device=device)
     ones = torch.ones(columns, dtype=dtype, device=device)
     flagos._FORWARD_PLANS.clear()
@@ -194,7 +194,7 @@ NORMS_OF_FEW: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] 
 def test_few_rows_have_the_bits_of_many(
     norm: str, dtype: torch.dtype, columns: int, device: str
 ) -> None:
-    """Where a multiprocessor has one program, it asks for gamma and beta ahead of the sums."""
+    """With one program per multiprocessor, gamma and beta are loaded ahead of the sums."""
     multiprocessors = _launch.limits(torch.device(device, 0)).multiprocessors
     x = torch.randn(2 * multiprocessors + 2, columns).to(device, dtype)
     weight, bias = torch.randn(2, columns).to(device, dtype)
@@ -281,7 +281,7 @@ def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
 def test_rows_are_summed_as_dense_ones_wherever_they_lie(
     columns: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Those that no access of dense rows reads are copied: a kernel's reads decide its sums."""
+    """Rows that a dense row's accesses cannot read are copied: the accesses decide the sums."""
     weight = torch.randn(columns, device=device, dtype=dtype)
     vector = math.gcd(columns, 16 // dtype.itemsize)
     flat = torch.randn(6 * columns + 1).to(device, dtype)
@@ -297,7 +297,7 @@ def test_rows_are_summed_as_dense_ones_wherever_they_lie(
         rows, step = _arguments.rows_to_sum("rmsnorm_fwd", x)
         assert (rows is not x) is copied, label
         assert not copied or (step == columns and rows.data_ptr() % 16 == 0)
-        for _ in range(2):  # the second one finds the plan
+        for _ in range(2):  # the second time there is a plan
             check("rmsnorm_fwd", x, weight)
             check("layernorm_fwd", x, weight, weight)
             check("rmsnorm_fwd_add", x, x, weight)
@@ -411,7 +411,7 @@ def test_a_wrong_argument_is_named(label: str, device: str) -> None:
     argument, call = wrong_calls()[label]
     x, weight = torch.randn(4, 64, device=device), torch.randn(64, device=device)
     statistics = torch.ones(4, device=device)
-    # First with no plan made, then with the plans of right calls at hand.
+    # First without plans, then with the plans of valid calls.
     for _ in range(2):
         with pytest.raises(ArgumentError) as caught:
             call(x, weight, statistics)
@@ -438,7 +438,7 @@ def call_all(x: Tensor, weight: Tensor, statistics: Tensor) -> list[Callable[[],
 
 @pytest.fixture
 def plain(device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments for ``call_all``, for which the plans are made."""
+    """Arguments of ``call_all``, for which there are plans."""
     arguments = (
         torch.randn(4, 64, device=device),
         torch.randn(64, device=device),
@@ -469,7 +469,7 @@ def test_fake_tensors_are_declined(plain: tuple[Tensor, Tensor, Tensor]) -> None
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert_declined(*(mode.from_tensor(tensor) for tensor in plain))
-        # Real arguments, yet what torch allocates is fake.
+        # The arguments are real, but what torch allocates is fake.
         assert_declined(*plain)
 
 

@@ -19,13 +19,13 @@ from transformer_engine_fl.testing import compare
 from transformer_engine_fl.testing.arguments import clone, tensors
 
 THREADS, TILE, CHUNK, SEARCH = 64, 64, 256, 16
-# Of no tile, parts of one, whole ones; of one chunk and of several, with and without a rest.
+# No tile, parts of one, whole tiles; one chunk and several, with and without a remainder.
 SIZES = [0, 1, TILE - 1, TILE, TILE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + TILE + 5]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tiles, so that small tensors go every way through a kernel; nothing is kept yet."""
+    """Small tiles, so that small tensors take every path through a kernel; no launch is known."""
     torch.manual_seed(0)
     monkeypatch.setattr(flagos, "_SEARCH", SEARCH)
     monkeypatch.setattr(flagos, "_NORMS", (THREADS, SEARCH))
@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched, as they are."""
+    """The names of the kernels, in the order of their launches."""
     names: list[str] = []
     launch = _launch.Launch.__call__
 
@@ -63,12 +63,12 @@ def numbers(value: float, count: int, device: str) -> list[Tensor]:
 
 
 def unaligned(values: list[Tensor]) -> list[Tensor]:
-    """The same values, one element beyond an aligned address."""
+    """The same values, one element after an aligned address."""
     return [torch.cat([it.new_zeros(1), it])[1:] for it in values]
 
 
 def check_values(op: str, *args: Any, **kwargs: Any) -> None:
-    """Run ``op`` in place, and hold what it returns and writes against the contract."""
+    """Run ``op`` in place, and check what it returns and writes against the contract."""
     contract = getattr(contracts, op)
     arguments = contract.bind(*args, **kwargs)
     copies = clone(arguments)
@@ -84,7 +84,7 @@ def check_values(op: str, *args: Any, **kwargs: Any) -> None:
             continue
         for one, right in zip(tensors(got), tensors(want), strict=True):
             dtype = str(one.dtype).removeprefix("torch.")
-            # Integers and float8 are held to the bit whatever is allowed.
+            # Integers and float8 must match to the bit, whatever the tolerance.
             named = [dtype] if dtype in contract.tolerance else contract.tolerance
             worst = compare(one, right, contract.tolerance_for(*named))
             assert worst.ratio <= 1, f"value {place}: {worst}"
@@ -126,7 +126,7 @@ def calls(sizes: list[int], device: str) -> Iterator[tuple[str, tuple[Any, ...],
     bytes_ = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     call8 = moments(sizes, device, torch.bfloat16), bytes_
     yield "multi_tensor_compute_scale_inv_e8m0", call8, {}
-    # At a step of 0 the parameters are the masters, whose rounding is not near a tie.
+    # With a learning rate of 0 the parameters are the masters, whose rounding is not near a tie.
     params = [torch.zeros(size, device=device).to(torch.float8_e4m3fn) for size in sizes]
     lists8 = grads, params, *adam_lists(sizes, device)[2:]
     of_each = numbers(3.0, count, device), numbers(1.0, count, device), numbers(7.0, count, device)
@@ -204,7 +204,7 @@ def test_every_float8_and_the_numbers_between(kind: torch.dtype, device: str) ->
 
 @pytest.fixture
 def written_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of the host are never copied: what writes them is seen among the launches."""
+    """Host numbers are never copied but written by launches, where tests see them."""
     numbers = "transformer_engine_fl.backends.flagos._numbers"
     monkeypatch.setattr(f"{numbers}._can_be_copied", lambda device: False)
 
@@ -394,7 +394,7 @@ def test_tensors_whose_memory_was_given_back_are_declined(device: str) -> None:
 
 
 def test_float64_beyond_float32(device: str) -> None:
-    """Numbers stay float64 on their way to a tensor, and in its arithmetic."""
+    """Numbers stay float64 on their way to a tensor, and in the kernel's arithmetic."""
     values = [torch.full((3,), 1e200, dtype=torch.float64, device=device)]
     places = [torch.zeros(3, dtype=torch.float64, device=device)]
     check_values("multi_tensor_scale", values, places, 1 / 3e100)
@@ -415,7 +415,7 @@ def assert_declined(values: list[Tensor], outputs: list[Tensor]) -> None:
 
 @pytest.fixture
 def plain(device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Lists of which all is known."""
+    """Lists on which the operators have already been called."""
     values, outputs = normal([5, 7], device), normal([5, 7], device)
     flagos.multi_tensor_scale(values, outputs, 2.0)
     flagos.multi_tensor_l2norm(values)
@@ -432,7 +432,7 @@ def test_fake_tensors_are_declined(plain: tuple[list[Tensor], list[Tensor]]) -> 
     before = clone(plain)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert_declined(*([mode.from_tensor(it) for it in some] for some in plain))
-        # Real arguments, yet what torch allocates is fake.
+        # The arguments are real, but what torch allocates is fake.
         assert_declined(*plain)
     assert all(map(torch.equal, tensors(before), tensors(plain)))
 
@@ -461,7 +461,7 @@ def test_tensors_of_another_device_are_declined(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_numbers_reach_the_device(device: str) -> None:
-    """Tables are made of them: addresses, counts, and 0."""
+    """Tables consist of such numbers: addresses, counts, and 0."""
     some = [0, 1, -1, 16, 2**31, -(2**40), 2**57 - 1] * 60
     found = _numbers.numbers_on_device(some, torch.device(device))
     assert found[: len(some)].tolist() == some

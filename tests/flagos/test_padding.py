@@ -17,7 +17,7 @@ def check(op: str, input: Tensor, rows: list[int], padded: list[int]) -> Tensor:
     return found
 
 
-# Rows that fit into a tile, are cut into pieces, and begin at no multiple of 16 bytes.
+# Rows that fit into a tile, rows cut into pieces, and rows at addresses no multiple of 16 bytes.
 @pytest.mark.parametrize("apart", [0, 3, 16])
 @pytest.mark.parametrize("columns", [1, 24, 1000, 8192, 9001])
 def test_rows_of_every_width(columns: int, apart: int, device: str) -> None:

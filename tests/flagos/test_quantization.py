@@ -21,7 +21,7 @@ def in_bytes(outputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
 
 
 def differing(x: Tensor, **options: object) -> list[int]:
-    """The outputs that are not those of the reference, bit by bit."""
+    """The places of the outputs that differ from the reference's in any bit."""
     pairs = zip(
         in_bytes(flagos.quantize(x, columnwise=True, **options)),
         in_bytes(reference.quantize(x, columnwise=True, **options)),
@@ -59,14 +59,14 @@ def test_scales_that_tiles_stage(
     )
     monkeypatch.setattr(_casting, "_ORDER", Block(128, 16, 64))
     monkeypatch.setattr(_casting, "_PLANS", {})
-    shapes = ((384, 256), (128, 768), (640, 256), (128, 640), (640, 128))  # scales in several tiles
+    shapes = ((384, 256), (128, 768), (640, 256), (128, 640), (640, 128))  # several tiles of scales
     shapes = tuple(it for it in shapes if it[1] % tile[1] == 0)
     for rows, columns in shapes:
         x = (torch.randn(rows, columns + 8) * 8).to(device, torch.bfloat16)[:, :columns]
         x[rows - 1, columns - 1] = torch.nan
         x[127, 17] = -1000.0
         for part in (x[8:16], x[:, :16]):
-            part *= 2.0**-130  # too small for a scale of float32
+            part *= 2.0**-130  # below the scales of float32
         x[5] = 0.0
         x[6, columns // 2 :] = torch.inf
         assert differing(x, format=form, dtype=dtype) == []
@@ -78,7 +78,7 @@ def test_scales_that_tiles_stage(
             assert differing(given, format=form, dtype=dtype, **options) == []
             called.pop()
     assert len(called) == len(shapes)
-    assert differing(x[:, :96], format=form, dtype=dtype) == []  # in no whole tiles
+    assert differing(x[:, :96], format=form, dtype=dtype) == []  # partial tiles
     assert len(called) == len(shapes)
 
 
@@ -92,7 +92,7 @@ def _divide(amax_ptr: tl.tensor, out_ptr: tl.tensor, LARGEST: tl.constexpr, BLOC
 @pytest.mark.skipif(not has_ptx(), reason="written in PTX")
 @pytest.mark.parametrize("largest", [448.0, 57344.0])
 def test_quotients_without_a_branch_round_once(largest: float) -> None:
-    every = torch.arange(1 << 23, dtype=torch.int32, device="cuda")  # mantissa
+    every = torch.arange(1 << 23, dtype=torch.int32, device="cuda")  # mantissas
     some = every[:: (1 << 23) // (1 << 15)]
     bits = [every | 127 << 23, every]
     bits += [some | exponent << 23 for exponent in range(1, 255)]

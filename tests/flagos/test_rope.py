@@ -1,4 +1,4 @@
-"""Triton's rotary embedding: its cosines and sines, and each way through its kernel."""
+"""Triton's rotary embedding: its cosines and sines, and each path through its kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table(rows: int, rotated: int, device: str) -> Tensor:
 
 
 def angles(kind: str) -> Tensor:
-    """32768 of them, float32."""
+    """32768 float32 angles."""
     count = 32768
     random = torch.rand(count, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     whole = torch.arange(count, dtype=torch.float64)
@@ -50,7 +50,7 @@ def angles(kind: str) -> Tensor:
      "eighths of a turn"],
 )  # fmt: skip
 def test_cosines_and_sines(kind: str, device: str) -> None:
-    """(1, 0) turns into (cos a, sin b): all in float32, so within what the kernel promises."""
+    """(1, 0) is rotated to (cos a, sin b) in float32, as exactly as the kernel promises."""
     freqs = angles(kind).view(256, 1, 1, 128).to(device)
     x = torch.zeros(256, 1, 1, 128, device=device)
     x[..., :64] = 1
@@ -110,7 +110,7 @@ def test_heads_shared_out_among_any_number_of_programs(
         check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
 
 
-# d, of which d2 turn: a power of two, another, all but two, a few of many.
+# d features, d2 of them rotated: a power of two, another number, all but two, a few of many.
 @pytest.mark.parametrize("widths", [(128, 128), (96, 96), (80, 78), (192, 64), (500, 6)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_features_of_every_width(widths: tuple[int, int], interleaved: bool, device: str) -> None:

@@ -18,14 +18,14 @@ right_topk_of = contracts.fused_topk_with_score_function_fwd.oracle
 
 
 def distinct(tokens: int, experts: int, device: str) -> Tensor:
-    """Logits of which no two of a row round to the same score."""
+    """Logits such that no two of a row round to the same score."""
     generator = torch.Generator().manual_seed(experts)
     order = torch.rand(tokens, experts, generator=generator).argsort(-1)
     return (order.float() * (8 / experts) - 4).to(device)
 
 
 def check(logits: Tensor, topk: int, *args: Any, **kwargs: Any) -> Tensor:
-    """The choice of the contract, and its probs; returns the choice."""
+    """Check the choice and its probs against the contract; returns the choice."""
     found, expected = (it(logits, topk, *args, **kwargs) for it in (topk_of, right_topk_of))
     assert torch.equal(found[1], expected[1])
     assert (found[1].sum(1) == topk).all()
@@ -48,7 +48,7 @@ def test_groups_of_every_size(
     check(logits, topk, num_groups=groups, group_topk=group_topk, score_function=function)
 
 
-# What a group that lost holds is not chosen, though nothing else is above -inf.
+# Experts of a group that lost are not chosen, even if no other expert is above -inf.
 @pytest.mark.parametrize("visible", [(), (2,), (0, 1, 2, 3), (5, 6)])
 def test_hidden_experts_are_chosen_where_no_others_are_allowed(
     visible: tuple[int, ...], device: str
@@ -89,7 +89,7 @@ def test_more_experts_than_registers_hold_are_declined(device: str) -> None:
         flagos.fused_score_for_moe_aux_loss_fwd(logits, 1)
 
 
-# From where the square of a score is no number of float32, past where the series ends.
+# From scores whose square underflows float32 to scores past the range of the series.
 def test_the_slope_of_sqrtsoftplus_at_every_score(device: str) -> None:
     scores = torch.logspace(-30, 1, 200, dtype=torch.float64, device=device)[:, None]
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-13)):

@@ -1,4 +1,4 @@
-"""Triton's softmax where a row is shared by several programs."""
+"""Triton's softmax where several programs share a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (
 
 @pytest.fixture(params=[None, 16], ids=["as wide rows are", "in pieces of 16"])
 def pieces(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Cuts rows into pieces of 16 columns, or of as many as rows that are wide."""
+    """Cuts rows into pieces of 16 columns, or leaves the usual pieces of wide rows."""
     if request.param is None:
         yield False
         return
@@ -54,7 +54,7 @@ def test_a_row_in_pieces(name: str, dtype: torch.dtype, pieces: bool, device: st
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_in_parts(name: str, cut: Cut, device: str) -> None:
     scores = (torch.randn(2, 3, 2600) * 3).to(device, torch.bfloat16)
-    scores[0, 0, :2048] = float("-inf")  # all that a part has
+    scores[0, 0, :2048] = float("-inf")  # all columns of a part
     scores[1, 1] = float("-inf")
     hidden = ()
     if name == "scaled_masked_softmax":
@@ -70,7 +70,7 @@ def test_a_row_in_parts(name: str, cut: Cut, device: str) -> None:
 def test_rows_are_summed_as_dense_ones_wherever_they_lie(
     wider: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Those that no access of dense rows reads are copied: a kernel's reads decide its sums."""
+    """Rows that a dense row's accesses cannot read are copied: the accesses decide the sums."""
     memory = torch.randn(2, 3, 5, 64 + wider).to(device, dtype)
     shifted = memory.view(-1)[1 : 1 + 30 * 64].view(2, 3, 5, 64)
     flagos._PLANS.clear()

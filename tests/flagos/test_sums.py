@@ -1,4 +1,4 @@
-"""The second stage of sums: what any number of programs summed, added up."""
+"""The second stage of sums: partial sums of any number of programs are added up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 
 
-# Both sides of the last number of programs that each tile is for, and more than the largest holds.
+# Numbers of programs at the limits of each tile, and more than the largest tile holds.
 @pytest.mark.parametrize(
     "programs", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1100]
 )
 @pytest.mark.parametrize("columns", [7, 1040])
 def test_any_number_of_programs_is_added_up(programs: int, columns: int, device: str) -> None:
-    # What follows the partial sums in memory is no part of them.
+    # Memory after the partial sums must not be added.
     memory = torch.full((2, 3 * programs * columns + 4096), float("nan"), device=device)
     partial = memory[0, : 3 * programs * columns].view(3, programs, columns)
     partial.copy_(torch.randn(partial.shape))

@@ -1,4 +1,4 @@
-"""Tuning: what files may say, who is asked first, vendors' rules, measuring."""
+"""Tuning: what files may contain, the order of look-up, vendors' rules, measuring."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformer_engine_fl.core.errors import ConfigurationError, RegistrationEr
 from transformer_engine_fl.core.policy import reset_global_policy
 
 CPU = torch.device("cpu")
-CALLED = "cpu"  # files call it by its type, for it has no architecture
+CALLED = "cpu"  # files name it by its type, as it has no architecture
 
 
 class Tile(NamedTuple):
@@ -43,7 +43,7 @@ def wrong(tile: Tile) -> str | None:
 
 @pytest.fixture
 def choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Choice[Tile]]:
-    """A choice of its own, for a key of columns (rounded) and itemsize."""
+    """A choice of the test's own, for a key of columns (rounded) and itemsize."""
     made = Choice(
         "of_a_test",
         Tile,
@@ -59,7 +59,7 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[Choice[Tile]]:
 
 @pytest.fixture(autouse=True)
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's folder, empty; no vendors but those of this test; nothing read yet."""
+    """The user's folder, empty; no vendors but those that the test registers; nothing read yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(lookup, "VENDORS", {})
     tuning.forget()
@@ -543,7 +543,7 @@ def test_of_two_writers_neither_loses_what_the_other_has_written(
         others.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert others[0].stdout is not None
         others[0].stdout.readline()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for this one
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for this process
             others[0].wait(1)
         return merged(*both)
 
@@ -600,7 +600,7 @@ def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path)
 
 
 def silu_by(choice: Choice[Tile]) -> Callable[..., Any]:
-    """SiLU, right unless told to run with 96 or 256 threads."""
+    """SiLU that fails with 96 threads and is wrong with 256."""
 
     def silu(input: torch.Tensor) -> torch.Tensor:
         tile = choice(input.device, input.shape[-1], input.element_size())
@@ -614,7 +614,7 @@ def silu_by(choice: Choice[Tile]) -> Callable[..., Any]:
 
 @pytest.fixture
 def job(choice: Choice[Tile], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A job for the choice: SiLU of 4 rows."""
+    """A job that measures the choice: SiLU of 4 rows."""
     pytest.importorskip("triton")
     from transformer_engine_fl import ops
     from transformer_engine_fl.backends.flagos.tuning.calls.call import Calls, call, normal
@@ -638,7 +638,7 @@ def job(choice: Choice[Tile], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def timed(choice: Choice[Tile], **ms: float) -> Callable[[Callable[[], Any]], float]:
-    """A timer by the number of threads on trial."""
+    """A timer that returns the given time for the number of threads on trial."""
 
     def timer(work: Callable[[], Any]) -> float:
         work()
@@ -653,7 +653,7 @@ def test_the_fastest_candidate_whose_values_are_right_is_chosen(
 ) -> None:
     from transformer_engine_fl.cli.tune import measuring
 
-    # The wrong ones would be fastest, if they were timed.
+    # The wrong candidates would be fastest, if they were timed.
     timer = timed(choice, of1=3.0, of64=1.0, of128=2.0, of96=0.1, of256=0.1)
     told: list[str] = []
     result = measuring.measure(job, CPU, timer, told.append)
@@ -758,7 +758,7 @@ def test_a_cut_of_rows_that_no_kernel_can_run_with_is_refused(
 
 
 def small(calls: Any) -> tuple[int, ...]:
-    """A shape for which any call is quickly made."""
+    """A small shape, for which every call is fast."""
     if calls.op.startswith("moe"):
         return (32, 48, 4, 2)
     return (32, *(2,) * (len(calls.shapes[0]) - 2), 128)
@@ -834,7 +834,7 @@ def tune(*arguments: str) -> int:
 def measured(
     device: str, families: dict[str, Choice[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], torch.device]:
-    """Has a choice measured with few candidates, of which the one of 32 threads is fastest."""
+    """Prepares a choice with few candidates, of which the one with 32 threads is fastest."""
     from transformer_engine_fl.cli.tune import command, measuring
 
     where = torch.device(device, 0) if device == "cuda" else CPU
@@ -974,7 +974,7 @@ def test_what_was_measured_before_an_error_is_kept(
 
     def failing(work: Callable[[], Any]) -> float:
         calls.append(timer(work))
-        if len(calls) > 3:  # the second call's first
+        if len(calls) > 3:  # the first timing of the second call
             raise torch.OutOfMemoryError("40 GiB")
         return calls[-1]
 
@@ -1054,7 +1054,7 @@ def test_what_the_code_no_longer_knows_is_told_before_it_hides_what_is_measured(
     told = capsys.readouterr().err
     assert re.search(f"mine.yaml:{said}.*measurements of 'cross_entropy_fwd'", told)
     assert path.read_text() == before
-    measured("cross_entropy_bwd")  # of another choice nothing is hidden
+    measured("cross_entropy_bwd")  # the file hides nothing of another choice
     assert tune("--op", "cross_entropy_bwd", *asked) == 0
 
 
@@ -1078,7 +1078,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_any_work(
 
     measured("cross_entropy_fwd")
     for work in ("compile_all", "measure"):
-        monkeypatch.setattr(measuring, work, None)  # not to be called
+        monkeypatch.setattr(measuring, work, None)  # must not be called
     (tmp_path / "mine.yaml").write_text("format: 1\ndevice: sm_10\n")
     (tmp_path / "closed").mkdir()
     may = os.access

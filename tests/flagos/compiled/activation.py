@@ -1,4 +1,4 @@
-"""Activations: one of each way through the kernels that many operators share."""
+"""Activations: one operator for each path through the kernels that many operators share."""
 
 from __future__ import annotations
 

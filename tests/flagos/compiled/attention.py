@@ -22,11 +22,11 @@ def launch() -> None:
         q = torch.empty(*shape, 8, width, dtype=dtype)
         k = torch.empty(*shape, 2, width, dtype=dtype)
         v = torch.empty(*shape, 2, v_width or width, dtype=dtype)
-        with contextlib.suppress(NotSupportedError):  # where shared memory is small
+        with contextlib.suppress(NotSupportedError):  # where there is little shared memory
             out, lse = flagos.fused_attn_fwd(q, k, v, *rest, **options)
             flagos.fused_attn_bwd(out, q, k, v, out, lse, *rest, **options)
 
-    # Those have a file of their own; the portable kernels also do what those decline.
+    # Hopper's kernels have a file of their own; the portable ones serve what those decline.
     flagos._for_hopper = lambda it: None
     bfloat16 = torch.bfloat16
     causal: dict[str, Any] = {"attn_mask_type": "causal"}

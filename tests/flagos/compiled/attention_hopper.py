@@ -25,6 +25,6 @@ def launch() -> None:
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """Whole warpgroups multiply."""
+    """Whole warpgroups multiply (wgmma)."""
     for case in cases:
         assert case["products"] > 0, case

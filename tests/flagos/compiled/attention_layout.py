@@ -17,7 +17,7 @@ def launch() -> None:
         qkv = torch.zeros(6, 2, 8, 384, dtype=dtype)
         flagos.fa_prepare_bwd(*flagos.fa_prepare_fwd(qkv).unbind())
         flagos.convert_bshd_to_thd(flagos.convert_thd_to_bshd(tokens, lengths, 4), lengths, 6)
-        # With dense heads, and side by side in one tensor, where heads are apart.
+        # Caches of contiguous heads, and caches side by side in one tensor, whose heads are apart.
         caches = torch.zeros(2, 2, 8, 8, 128, dtype=dtype)
         beside = torch.zeros(2, 8, 8, 256, dtype=dtype)
         for cache in (caches.unbind(), beside.chunk(2, -1)):

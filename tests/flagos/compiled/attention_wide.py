@@ -1,4 +1,4 @@
-"""Attention with heads so wide that few tiles fit, where there is little shared memory."""
+"""Attention with heads so wide that few tiles fit, on a GPU with little shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout: rows of whole bytes of mask, and rows that end within one."""
+"""Dropout: rows of whole bytes of mask, and rows that end within a byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised epilogues: rows cast where they are normalized, and what only leaves statistics."""
+"""Quantised epilogues: rows cast by the norm's kernel, and kernels that only leave statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _operator(name: str, *args: object, **kwargs: object) -> None:
 
 def launch() -> None:
     scale = torch.ones(1)
-    for columns in (2880, 8192, 65536):  # in three parts, in one, and read twice
+    for columns in (2880, 8192, 65536):  # in three parts, in one part, and read twice
         x = torch.zeros(8, columns, dtype=torch.bfloat16)
         w = torch.zeros(columns, dtype=torch.bfloat16)
         _operator("rmsnorm_fwd_quantize", x, w, scale=scale)
@@ -26,7 +26,7 @@ def launch() -> None:
         _operator("layernorm_fwd_quantize", x, w, w, format="mxfp8")
         _operator("rmsnorm_fwd_add_quantize", x, x, w, format="block_1x128")
         _operator("rmsnorm_fwd_add_quantize", x, x, w, format="mxfp8", columnwise=True)
-    # As many stages as fit into shared memory.
+    # As many pipeline stages as fit into shared memory.
     _operator("rmsnorm_fwd_quantize", x[:, :20480].contiguous(), w[:20480], format="mxfp8")
     wide = x[:, :16384].float()
     _operator("rmsnorm_fwd_add_quantize", wide, wide, w[:16384].float(), format="mxfp8")
@@ -44,7 +44,7 @@ def launch() -> None:
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """Parts of a row are summed and cast where they lie: only sums and scales change threads."""
+    """Parts of a row are summed and cast in their layout: only sums and scales change threads."""
     looped = f"({epilogue._norm_rows.arg_names.index('LOOPED')},): True"
     parts = [
         case
@@ -52,8 +52,8 @@ def check(cases: list[dict[str, Any]]) -> None:
         if case["kernel"] == "_norm_rows"
         and "(1024, 1024, 1024)" in case["constants"]
         and looped not in case["constants"]
-        and "residual_ptr" not in case["tensors"]  # whose sum is stored in accesses of its own
+        and "residual_ptr" not in case["tensors"]  # its sum is stored by accesses of its own
     ]
-    assert len(parts) == 2  # with one scale, and centred as mxfp8
+    assert len(parts) == 2  # with one scale, and mxfp8 with centring
     for case in parts:
         assert case["shared"] < 256, case

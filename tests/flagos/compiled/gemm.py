@@ -1,4 +1,4 @@
-"""Matrix products: each kind of operand, tile and finish."""
+"""Matrix products: each kind of operand, tile and epilogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = ("_products",)
 
 
 def launch() -> None:
-    # Those of Hopper are in gemm_hopper; there too these are for a Triton without its Gluon.
+    # Hopper's kernels are in gemm_hopper; these also serve Hopper with a Triton without Gluon.
     flagos._is_for_hopper = lambda *_: False
 
     def product(dtype: torch.dtype, m: int, n: int, k: int, **options: Any) -> None:
@@ -46,7 +46,7 @@ def launch() -> None:
         (blocks_scale, rows_scale, {**wgrad, **grad}),
     ):
         scales = {"A_scale_inv": a_scale, "B_scale_inv": b_scale}
-        with contextlib.suppress(NotSupportedError):  # older devices have no float8
+        with contextlib.suppress(NotSupportedError):  # old devices lack float8
             flagos.generic_gemm(matrix, matrix, **scales, **options)  # type: ignore[arg-type]
     weights = [torch.empty(4096, 4096, dtype=bfloat16) for _ in range(4)]
     flagos.te_general_grouped_gemm(weights, [saved], [1024] * 4, bias=[bias] * 4, gelu=True)

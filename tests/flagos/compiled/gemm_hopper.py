@@ -1,4 +1,4 @@
-"""Matrix products on Hopper, of groups too: each kind of operand, scale and finish."""
+"""Matrix products on Hopper, also grouped: each kind of operand, scale and epilogue."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def launch() -> None:
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """Whole warpgroups multiply, and what is added in float32 goes by way of shared memory."""
+    """Whole warpgroups multiply; a float32 accumulation is stored through shared memory."""
     products = [case for case in cases if case["kernel"].endswith("product")]
     assert {case["kernel"] for case in products} == {"product", "grouped_product"}
     for case in products:
         assert case["products"] > 0, case
-    # Each warpgroup, a quarter at a time; the one of them that adds without a bias.
+    # One case accumulates in float32 without a bias: 2 warpgroups store 4 quarters of a tile each.
     assert sorted(case["bulk stores"] for case in products if case["bulk stores"]) == [2 * 4]

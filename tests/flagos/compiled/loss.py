@@ -1,4 +1,4 @@
-"""Cross entropy: several rows in a tile; one by the chunk; one whose rows begin anywhere."""
+"""Cross entropy: several rows in a tile, one row in chunks, and a row at any alignment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTHS = (96, 32000, 50257)
 
 
 def launch() -> None:
-    # That of Hopper is in loss_hopper.
+    # The kernel for Hopper is in loss_hopper.
     flagos._for_hopper = lambda *_: None
     target, row = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     for width in WIDTHS:

@@ -27,5 +27,5 @@ def check(cases: list[dict[str, Any]]) -> None:
     assert products
     for case in products:
         assert case["products"] > 0, case
-    # The gradients of words that are whole vectors, with a bias and without.
+    # The gradients for a vocabulary of whole vectors, with a bias and without.
     assert sum(case["wide stores"] > 0 for case in products) == 2

@@ -34,7 +34,7 @@ def launch() -> None:
                 flagos.moe_permute_mask_bwd(rows, by_mask, moved)
                 flagos.moe_unpermute_mask_fwd(rows, by_mask, weights)
             flagos.moe_unpermute_mask_bwd(dy, by_mask, rows, probs, num_rows=12)
-    for tokens in (20_000, 70_000):  # more tiles than a program sums up, or is given one of
+    for tokens in (20_000, 70_000):  # more tiles than a program sums up, or than programs
         x = torch.zeros(tokens, 8)
         flagos.moe_permute_fwd(x, torch.zeros(tokens, 2, dtype=torch.int32))
         routed = torch.zeros(tokens, 64, dtype=torch.bool)
@@ -43,7 +43,7 @@ def launch() -> None:
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """All but an operator's first kernel wait for the one before, once."""
+    """Every kernel of an operator but the first waits for the preceding one, once."""
     first = {"_count_indices", "_count_mask"}
     last = {"_place_indices", "_place_mask", "_add_up"}
     for case in cases:

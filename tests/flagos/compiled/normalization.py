@@ -1,4 +1,4 @@
-"""Norms: tiles of several rows, one row in registers, also in parts, wide rows."""
+"""Norms: tiles of several rows, one row in registers, also in parts, and wide rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FORWARD_WIDTHS = {
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
 PARTIAL_SUMS = (16, 24, 64, 100, 132)
 FEW, MANY = 3, 600
-"""Rows: a program of a multiprocessor at most, or more; of pieces it makes no difference."""
+"""Numbers of rows: at most one program per multiprocessor, or more; rows in pieces ignore it."""
 
 
 def single(case: dict[str, Any]) -> int:
-    """Three numbers of a whole row that is summed once."""
+    """Scalar accesses: three for a whole row that is summed once."""
     return {"_forward_rows": 3}.get(case["kernel"], 0)
 
 
@@ -41,18 +41,18 @@ def launch() -> None:
             flagos.rmsnorm_bwd(x, x, saved, weight)
             flagos.rmsnorm_bwd_add(x, x, x, saved, weight)
             flagos.layernorm_bwd(x, x, saved, saved, weight)
-    for rows in PARTIAL_SUMS:  # of rows that are a tile each, as many programs
+    for rows in PARTIAL_SUMS:  # each row is a tile, so as many programs
         x, saved = torch.zeros(rows, 8192, dtype=torch.bfloat16), torch.zeros(rows)
         flagos.rmsnorm_bwd(x, x, saved, torch.zeros(8192))
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """The sums over the programs may start early, and wait for what they add up.
+    """The kernel that sums over programs may start early, and waits for its input.
 
-    Of whole rows, single numbers are read where a row is summed once, and nowhere else. Of rows in
-    more pieces than a warp has lanes, a lane waits for several sums at once.
+    Kernels of whole rows read single numbers only where a row is summed once. If rows have more
+    pieces than a warp has lanes, a lane waits for several slots at once.
     """
-    for kernel, most in (("_forward_shared", 4), ("_backward_shared", 4)):  # of 128 pieces
+    for kernel, most in (("_forward_shared", 4), ("_backward_shared", 4)):  # for 128 pieces
         slots = {it for case in cases if case["kernel"] == kernel for it in case["slots"]}
         assert max(slots) == most, (kernel, slots)
     once = f"({flagos._forward_rows.arg_names.index('ONCE')},): True"

@@ -9,7 +9,7 @@ import torch
 from transformer_engine_fl.backends.flagos import optimizer as flagos
 
 MODULES = ("optimizer", "_numbers")
-# Kernels that go through lists of tensors, but those of a few numbers.
+# Kernels that traverse lists of tensors, except those of a few numbers.
 TABLES = {"_scale", "_squares", "_adam", "_sgd"}
 
 
@@ -61,5 +61,5 @@ def check(cases: list[dict[str, Any]]) -> None:
         if case["kernel"] in TABLES:
             assert case["wide loads"] >= 2, case
             assert case["wide stores"] >= 2 * (case["kernel"] != "_squares"), case
-            # No tile is spread over the threads anew: only sums go through there.
+            # No tile changes its layout through shared memory: only sums do.
             assert case["shared"] < 1024, case

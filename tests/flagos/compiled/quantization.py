@@ -24,7 +24,7 @@ def launch() -> None:
         whole = scale if form.global_scale else None
         for dtype in (torch.bfloat16, torch.float32):
             flagos.dequantize(data, inverse, whole, format=name, out_dtype=dtype)
-    # Large enough for scales that are staged.
+    # Large enough for staged scales.
     for name in ("mxfp8", "block_1x128"):
         flagos.quantize(torch.empty(8192, 4096, dtype=x.dtype), format=name, columnwise=True)
     flagos.quantize(x, scale, dtype=torch.float8_e5m2, columnwise=True)

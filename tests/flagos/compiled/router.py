@@ -1,4 +1,4 @@
-"""The router: every score function, groups that fill their room and some that do not."""
+"""The router: every score function, groups that fill their tile and groups that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scaled softmax forms, and losses: several rows, one row, in parts, a row in pieces."""
+"""The scaled softmax forms, and losses: several rows, one row, a row in parts and in pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTHS = (1024, 6144, 16384, 20480, 65536)
 
 
 def single(case: dict[str, Any]) -> int:
-    """The logits of two rows' targets; in pieces also where a thread may write what it wrote."""
+    """Scalar accesses: two rows' target logits; in pieces also what a thread may write again."""
     if "target_ptr" not in case["tensors"]:
         return 0
     return 2 + 64 * (case["kernel"] == "_forward_shared")
@@ -42,4 +42,4 @@ def launch() -> None:
 
 def check(cases: list[dict[str, Any]]) -> None:
     for case in cases:
-        assert case["byte loads"] == 0, case  # of a mask, as many bytes at once as scores
+        assert case["byte loads"] == 0, case  # masks are read by as many bytes at once as scores
