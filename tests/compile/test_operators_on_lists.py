@@ -43,7 +43,7 @@ def grow_lists(
     squares: list[Tensor] | None = None,
     times: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiplies each part; returns how many, and what ``total`` has grown to, if there is one."""
+    """Multiply each part; returns their number, and what ``total``, if any, has grown to."""
     return torch.empty(1), None if total is None else torch.empty_like(total)
 
 

@@ -1,4 +1,4 @@
-"""Quantisation in compiled code: one graph, and the same bits."""
+"""Quantisation in compiled code: one graph, and the bits of eager code."""
 
 from __future__ import annotations
 

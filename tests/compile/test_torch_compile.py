@@ -34,7 +34,7 @@ def doubling(
     zero_centered_gamma: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """No normalization at all, so that its values tell who served."""
+    """Doubles instead of normalising, so that its results show which implementation ran."""
     if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
         raise AssertionError("a raw kernel was given a tensor without data")
     return input.detach() * 2, input.new_ones(input.numel() // input.shape[-1])
@@ -48,7 +48,7 @@ def doubling_bwd(
 
 @pytest.fixture(autouse=True)
 def doubler() -> Iterator[None]:
-    """A vendor with raw kernels, which must stay opaque."""
+    """A vendor with raw kernels, which must stay opaque to the compiler."""
     torch._dynamo.reset()
     registry = te.get_default_manager().registry
     for name, fn in (("rmsnorm_fwd", doubling), ("rmsnorm_bwd", doubling_bwd)):
@@ -82,7 +82,7 @@ def by_functional() -> Program:
 
 
 def plainly(program: Program, x: Tensor, w: Tensor) -> Tensor:
-    """What the reference makes of it."""
+    """The reference's result."""
     with te.with_preference("reference"):
         return program(x, w)
 
@@ -439,7 +439,7 @@ def test_what_declines_in_eager_code_declines_in_compiled_code(
         "breaks: supports() raised ValueError: only for tokens while it was traced, which counts"
     )
     named = r"'zero_centered_gamma'(, '| is )int 0"
-    if OLD_DYNAMO:  # which tells of an error's arguments what they are to it
+    if OLD_DYNAMO:  # it prints an error's arguments as its own variables
         named = rf"{named}|'zero_centered_gamma'\), ConstantVariable\(str: 'int 0"
     with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "reference"]}):
         for run in (program, compiled):
@@ -481,7 +481,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 
 def with_short() -> te.OpManager:
-    """The default manager, with one that lacks options."""
+    """The default manager with an implementation that lacks options."""
 
     def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
         return input * 5, input.new_ones(input.numel() // input.shape[-1])
@@ -512,7 +512,7 @@ def test_a_call_that_does_not_fit_the_contract_is_named_in_compiled_code_too(
             compiled(x, w)
 
 
-@pytest.mark.filterwarnings(r"ignore::UserWarning:torch\._dynamo")  # of what goes on eagerly
+@pytest.mark.filterwarnings(r"ignore::UserWarning:torch\._dynamo")  # about eager execution
 def test_a_surplus_argument_is_an_argument_error_out_of_compiled_code() -> None:
     manager = with_short()
     compiled = torch.compile(
@@ -549,7 +549,7 @@ def test_an_implementation_registered_under_an_alias_is_the_one_that_runs() -> N
 
 
 def twice_by(factor: int) -> tuple[te.Contract[..., Any], te.OpManager]:
-    """A contract of that name of its own, as a cell of a notebook makes one at each run."""
+    """A new contract "twice" at each call, as in a notebook cell that runs again; its manager."""
 
     def twice(input: Tensor) -> Tensor:
         return torch.empty_like(input)
@@ -778,7 +778,7 @@ def test_operators_pass_torchs_own_check(name: str) -> None:
         "test_aot_dispatch_dynamic",
     ]
     if any(it.is_floating_point() and it.element_size() == 1 for it in tensors(sample.args)):
-        del asked[0]  # it multiplies what it is given, for which torch has no kernel in float8
+        del asked[0]  # it multiplies the arguments; torch has no float8 kernel for that
     named = {**sample.kwargs, "impl": impl}
     torch.library.opcheck(_library.operator(contract), sample.args, named, test_utils=asked)
 

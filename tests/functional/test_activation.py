@@ -1,4 +1,4 @@
-"""functional: every activation's gradient, by finite differences and at the kinks."""
+"""functional: every activation's gradient, by finite differences and at its kinks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def function(name: str) -> Function:
 
 
 def points(*shape: int) -> Tensor:
-    """Values around zero, none near enough to a kink to be differenced across it."""
+    """Values around zero, none so near to a kink that a finite difference crosses it."""
     torch.manual_seed(11)
     x = torch.randn(shape, dtype=torch.float64) * 2
     near = x.abs() < 0.05
@@ -122,7 +122,7 @@ def test_the_bias_gradient_comes_first_and_is_that_of_an_added_bias(name: str) -
 
 
 def test_the_bias_gradient_is_summed_before_it_is_rounded() -> None:
-    ones = torch.ones(1000, 1, dtype=torch.bfloat16)  # bfloat16 counts up to 256
+    ones = torch.ones(1000, 1, dtype=torch.bfloat16)  # bfloat16 can count only to 256
     dbias, dact = ops.dbias_drelu(ones, ones)
     assert dbias.item() == 1000.0
     assert dact.dtype == dbias.dtype == torch.bfloat16

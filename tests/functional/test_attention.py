@@ -1,4 +1,4 @@
-"""Attention: gradients, torch's own function, and what the contract says beyond single samples."""
+"""Attention: gradients, torch's own function, and what the contract promises beyond its samples."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def values(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 def qkv(
     options: dict[str, Any] | None = None, heads: int = H, groups: int = H_KV
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Leaves of the format that the options name, in float64."""
+    """Float64 leaves, in the format that the options name."""
     qkv_format = (options or {}).get("qkv_format", "bshd")
 
     def tokens(length: int, heads: int, width: int, seed: int) -> Tensor:
@@ -259,7 +259,7 @@ def test_the_formats_agree(mask: str, extra: str) -> None:
     assert torch.equal(sbhd.transpose(0, 1), out)
     assert torch.equal(lse_of_sbhd, lse)
 
-    # The second sequence lies first, and there is space around both.
+    # In memory the second sequence comes first, with padding before and after both.
     begins = {"cu_seqlens_q_padded": [4, 1, 7], "cu_seqlens_kv_padded": [6, 0, 9]}
     packed = [torch.full((9, *it.shape[2:]), math.nan).double() for it in (q, k, v)]
     spans = []
@@ -288,13 +288,13 @@ def test_longer_limits_than_needed_change_nothing() -> None:
     torch.testing.assert_close(functional.attention(*leaves, **options), expected)
 
 
-# ------------------------------------------------------------------------- who sees whom
+# --------------------------------------------------------------- which keys a query sees
 
 
 def weights(
     sq: int, skv: int, *, queries: Tensor | None = None, heads: int = 1, **options: Any
 ) -> Tensor:
-    """``[h, sq, skv]``: the weights of one sequence in which every score is 0."""
+    """``[h, sq, skv]``: the weights of one sequence; all scores are 0 unless queries are given."""
     q = torch.zeros(1, sq, heads, 2) if queries is None else queries
     k = torch.zeros(1, skv, heads, 2)
     v = torch.eye(skv)[None, :, None].expand(-1, -1, heads, -1)
@@ -302,7 +302,7 @@ def weights(
 
 
 SEEN: dict[str, tuple[dict[str, Any], list[str]]] = {
-    # For each of the queries: the keys that it sees (x).
+    # For each query, the keys that it sees (x).
     "everything": ({}, ["xxxxx", "xxxxx", "xxxxx"]),
     "causal": ({"attn_mask_type": "causal"}, ["x----", "xx---", "xxx--"]),
     "causal, more queries": ({"attn_mask_type": "causal"}, ["x-", "xx", "xx", "xx"]),
@@ -409,7 +409,7 @@ def test_lse_of_a_narrow_dtype_is_float32() -> None:
 
 
 def test_keys_in_parts_make_the_whole() -> None:
-    # What a ring of devices does: each part with the lse of all of them.
+    # As in a ring of devices: the backward of each part gets the lse of the whole.
     q, k, v = (it.detach() for it in qkv())
     dout = values(B, SQ, H, DV, seed=7).detach()
     out, lse = ops.fused_attn_fwd(q, k, v)
@@ -478,7 +478,7 @@ def test_the_statistics_know_nothing_of_dropout() -> None:
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
 def test_an_infinite_gradient_stays_in_its_sequence(qkv_format: str) -> None:
-    """What belongs to no sequence, and to another one, has the gradients that it had."""
+    """Gradients of other sequences, and of tokens in no sequence, are not affected."""
     lengths = {name: torch.tensor(it, dtype=torch.int32) for name, it in LENGTHS.items()}
     options: dict[str, Any] = {"attn_mask_type": "padding_causal", **lengths}
     if qkv_format == "thd":
@@ -503,7 +503,7 @@ def test_an_infinite_gradient_stays_in_its_sequence(qkv_format: str) -> None:
 
 
 def test_no_values_are_read_back() -> None:
-    # A meta tensor has none: an implementation that waited for them would fail.
+    # Reading a value of a meta tensor fails.
     leaves, options = together("all of it", {**SPACED, "attn_mask_type": "padding_causal"})
     q, k, v, bias, offsets = (it.detach().to("meta") for it in leaves if it is not None)
     options = {

@@ -21,7 +21,7 @@ DTYPES = [getattr(torch, name) for name in ops.fa_prepare_fwd.dtypes]
 
 
 def any_bits(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Every value of a dtype there may be, each NaN included."""
+    """Random bits of a dtype, so that NaNs of every kind occur."""
     generator = torch.Generator().manual_seed(seed)
     width = shape[-1] * dtype.itemsize
     values = torch.randint(0, 256, (*shape[:-1], width), generator=generator, dtype=torch.uint8)
@@ -73,7 +73,7 @@ def test_three_gradients_reach_the_backward_as_they_are() -> None:
 
 
 LENGTHS: dict[str, tuple[Tensor, int, int]] = {
-    # label: cu_seqlens, tokens, places of each sequence
+    # label: cu_seqlens, tokens, room of each sequence
     "as many places as tokens": (int32(0, 3, 3, 5), 5, 3),
     "more": (int32(0, 3, 3, 5), 8, 4),
     "fewer": (int32(0, 3, 3, 5), 4, 2),
@@ -140,7 +140,7 @@ def test_every_bit_is_moved_as_it_is(dtype: torch.dtype) -> None:
     ops.copy_to_kv_cache(thd, thd, *caches, cu_seqlens, int32(0, 4, 4, 8))
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(bits(cache[0, 1:]), bits(thd[:3]))
-        assert torch.equal(bits(cache[2]), bits(thd[4:]))  # its first token has no place
+        assert torch.equal(bits(cache[2]), bits(thd[4:]))  # no room for its first token
         for kept in ((0, slice(0, 1)), (1,)):
             assert torch.equal(bits(cache[kept]), bits(old[kept]))
 
@@ -182,7 +182,7 @@ BIG = 2**31 - 1
 
 
 class Generation:
-    """Sequences that grow, as plain lists of tokens, and the caches of them."""
+    """Growing sequences, as plain lists of tokens, and their caches."""
 
     def __init__(self, batch: int, page_size: int, pages_each: int, paged: bool, seed: int):
         self.random = random.Random(seed)
@@ -212,7 +212,7 @@ class Generation:
         self._call(keys, [len(it) for it in added], qkv_format=qkv_format, page_table=self.table)
 
     def reorder(self) -> None:
-        """Sequences change places, and one more token comes to each."""
+        """Permute the sequences, and add one token to each."""
         order = self.random.sample(range(len(self.said)), len(self.said))
         self.said = [[*self.said[it], self._token()] for it in order]
         keys = torch.stack([sequence[-1] for sequence in self.said])
@@ -228,7 +228,7 @@ class Generation:
         ops.copy_to_kv_cache(keys, keys[..., :1], self.k_cache, self.v_cache, *offsets, **options)
 
     def check(self, *, rows_alone: bool = False) -> None:
-        """The caches hold what was said and, unless rows were left behind, nothing else."""
+        """The caches hold all tokens and, unless rows were left behind, nothing else."""
         written = 0
         for number, sequence in enumerate(self.said):
             if self.table is None:
@@ -316,7 +316,7 @@ def test_the_cache_is_written_in_compiled_code() -> None:
 
 
 def test_no_values_are_read_back() -> None:
-    # A meta tensor has none: an implementation that waited for them would fail.
+    # Reading a value of a meta tensor fails.
     thd, bshd = normal(5, 2, 6).to("meta"), normal(2, 4, 2, 6).to("meta")
     offsets, table = int32(0, 2, 5).to("meta"), int32([0, 1], [2, 3]).to("meta")
     with te.with_preference("reference"):

@@ -1,4 +1,4 @@
-"""Under autocast an operator is what it is without: the dtypes of a contract are its own."""
+"""Autocast does not change an operator: its dtypes are those of its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context-parallel attention, put together in one process, and what its operators promise."""
+"""Context-parallel attention, run in one process, and what its operators promise."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FIRST, SECOND = 0, 1
 
 # ---------------------------------------------------------------- attention, on one rank
 #
-# Plain torch in float64, one sequence at a time: what the operators are put around.
+# Plain torch in float64, one sequence at a time: the attention between the operators.
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """``[h, sq, sk]``; causal for as many keys as queries."""
+    """``[h, sq, sk]``; a causal mask needs as many keys as queries."""
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -40,7 +40,7 @@ def slices(cu_seqlens: Tensor) -> list[slice]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool) -> Tensor:
-    """Whole sequences of thd, by softmax."""
+    """Softmax attention over whole sequences, thd."""
     parts = [
         torch.einsum("hqk,khd->qhd", scores_of(q[it], k[it], causal).softmax(-1), v[it])
         for it in slices(cu_seqlens)
@@ -50,7 +50,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool)
 
 @dataclass
 class Step:
-    """Queries and keys of one step of one rank, thd each."""
+    """Queries and keys of one step of a rank, in thd."""
 
     q: Tensor
     kv: Tensor
@@ -67,7 +67,7 @@ class Step:
         ]
 
     def forward(self, lse: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-        """The output, and its lse in memory as ``lse`` is (which is not read)."""
+        """The output, and its lse in the layout of ``lse``, whose values are not read."""
         out, lse = torch.zeros_like(self.q), torch.full_like(lse, torch.nan)
         for number, qs, ks, scores in self.each():
             out[qs] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self.kv[1][ks])
@@ -77,7 +77,7 @@ class Step:
     def backward(
         self, d_out: Tensor, delta: Tensor, lse: Tensor, packed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Of queries, and of keys and values; ``delta`` is the sum of out * d_out."""
+        """Gradients of queries, and of keys and values; ``delta`` is the sum of out * d_out."""
         dq, dkv = torch.zeros_like(self.q), torch.zeros_like(self.kv)
         for number, qs, ks, scores in self.each():
             p = (scores - self.rows(lse, packed, number, qs)[..., None]).exp()
@@ -97,7 +97,7 @@ class Step:
 
 
 class Rank:
-    """What one rank holds, and its steps; the operators do everything between them."""
+    """A rank's tensors and its steps; the operators do everything between the steps."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Rank:
         return self.q.new_empty((len(self.cu) - 1, HEADS, self.longest // (1 + half)))
 
     def steps(self) -> list[tuple[Rank, Step, bool, bool]]:
-        """(whose keys, the step, half the queries, half the keys), its own keys first."""
+        """(owner of the keys, the step, half the queries?, half the keys?), its own keys first."""
         found = []
         for distance in range(len(self.world)):
             other = self.world[self.rank - distance]
@@ -176,7 +176,7 @@ class Rank:
             other.merge("dkv", dkv, {FIRST} if half_k else {FIRST, SECOND})
 
     def merge(self, name: str, gradient: Tensor, halves: set[int]) -> None:
-        """The first gradient of a half is copied, over whatever is there; others are added."""
+        """The first gradient of a half is copied over what is there; later ones are added."""
         begun = self.begun[name]
         changes = [
             "none" if half not in halves else "add" if half in begun else "copy"
@@ -269,7 +269,7 @@ def test_two_lse_of_nothing_are_nothing(dtype: torch.dtype) -> None:
     expected = torch.tensor([[1.0, 2.0, -math.inf, -math.inf, 4.0, 5e30]], dtype=dtype)
     expected[0, 4] = 4 + math.log1p(math.exp(-1))
     ops.thd_second_half_lse_correction(lse, step, int32(0, 2, 6), lse_packed=True)
-    # Of the first sequence (2 tokens) token 1 is corrected, of the second tokens 4 and 5.
+    # Corrected are token 1 of the first sequence (2 tokens), and tokens 4 and 5 of the second.
     torch.testing.assert_close(lse, expected)
 
 
@@ -315,8 +315,8 @@ def test_a_half_that_is_copied_has_the_bits_and_one_that_is_left_keeps_them(
 
 
 def test_a_correction_of_narrow_values_is_rounded_once() -> None:
-    # The product is a little less than half a unit in the last place of the sum. Rounded by
-    # itself it would be just that half, and the sum would go to the even neighbour.
+    # The product is a little less than half a unit in the last place of the sum. If it were rounded
+    # first it would be exactly half, and the sum would round to the even neighbour.
     out = torch.full((2, 1, 1), 1 + 2**-7, dtype=torch.bfloat16)
     step, lse = torch.full_like(out, 2**-8), torch.zeros(1, 2)
     ops.thd_out_correction(out, step, lse, lse - 2**-12, int32(0, 2), lse_packed=True)
@@ -327,7 +327,7 @@ def test_a_correction_of_narrow_values_is_rounded_once() -> None:
 
 
 def every_call(cu_seqlens: Tensor, device: str = "cpu") -> list[Tensor]:
-    """All six on six tokens, in both layouts of lse; what they return or have written."""
+    """Calls of all six operators on six tokens, in both layouts of lse: results and mutations."""
     cu_seqlens = cu_seqlens.to(device)
     sequences = cu_seqlens.shape[0] - 1
 
@@ -368,7 +368,7 @@ def test_any_offsets_will_do_but_for_the_values(offsets: list[int]) -> None:
 
 
 def test_no_values_are_read_back() -> None:
-    # A meta tensor has none: an implementation that waited for them would fail.
+    # Reading a value of a meta tensor fails.
     with te.with_preference("reference"):
         for it in every_call(int32(0, 4, 6), "meta"):
             assert it.device.type == "meta"

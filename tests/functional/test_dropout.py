@@ -14,7 +14,7 @@ from transformer_engine_fl.backends.reference.dropout import philox
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops.dropout import philox_block
 
-# Counter, key, block: philox4x32 with 10 rounds in kat_vectors of Random123.
+# Counter, key, block: philox4x32 with 10 rounds, from Random123's kat_vectors.
 PUBLISHED = [
     ("00000000" * 4, "00000000" * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff" * 4, "ffffffff" * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -40,7 +40,7 @@ def bits(mask: Tensor) -> list[int]:
 
 
 def dropped(count: int, p: float, **options: int) -> list[int]:
-    """1 for each element that is kept, by the words of the published generator."""
+    """1 for each element that is kept, from the words of the published generator."""
     seed, offset = options["seed"], options.get("offset", 0)
     found: list[int] = []
     for block in range(math.ceil(count / 8)):
@@ -92,9 +92,9 @@ def test_every_bit_is_where_the_contract_says(count: int) -> None:
 
 
 def test_the_first_mask_of_all_in_full() -> None:
-    # The block of counter 0 under seed 0: a change of the definition shows here.
+    # The block of counter 0 under seed 0: a change of the definition would show.
     _, mask = ops.dropout_fwd(torch.ones(8), 0.5, seed=0)
-    # Of 6627e8d5, e169c58d, bc57ac4c and 9b00dbd8 the half 6627 alone is below 8000.
+    # Of the halves of 6627e8d5, e169c58d, bc57ac4c and 9b00dbd8 only 6627 is below 8000.
     assert mask.tolist() == [0b11111101]
 
 
@@ -131,7 +131,7 @@ def test_as_many_are_dropped_as_the_probability_says(p: float) -> None:
     kept = torch.tensor(bits(ops.dropout_fwd(torch.ones(count), p, seed=11)[1])).double()
     deviation = math.sqrt(p * (1 - p) / count)
     assert abs(float(kept.mean()) - (1 - p)) < 5 * deviation
-    # Neighbours at several distances are independent: so is a number of the next block.
+    # Elements at several distances are independent, also across blocks.
     for distance in (1, 2, 4, 8, 128):
         both = float((kept[distance:] * kept[:-distance]).mean())
         assert abs(both - (1 - p) ** 2) < 10 * deviation
@@ -233,7 +233,7 @@ def test_dropout_compiles_and_a_new_seed_is_no_new_program() -> None:
 
 @pytest.mark.slow
 def test_inductor_draws_the_same_mask_and_comes_to_an_end() -> None:
-    # It expands each use of a value: rounds written at greater length take it minutes.
+    # Inductor expands each use of a value: longer code for a round would take it minutes.
     torch._dynamo.reset()
     x, options = torch.randn(5, 33), {"seed": 2**62 + 5, "offset": 2**40}
     compiled = torch.compile(lambda it: ops.dropout_fwd(it, 0.3, **options), fullgraph=True)

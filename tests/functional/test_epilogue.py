@@ -1,4 +1,4 @@
-"""Quantised epilogues: what they are made of, and that their bounds let nothing wrong pass."""
+"""Quantised epilogues: which operators they compose, and that their bounds admit no wrong value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bits(value: Any) -> Any:
     return value if value is None else (value.dtype, value.view(torch.uint8).tolist())
 
 
-# --------------------------------------------------------------------- what they are
+# --------------------------------------------------------- what they compose
 
 
 def norm(x: Tensor, w: Tensor) -> tuple[Any, Any]:
@@ -82,7 +82,7 @@ def test_the_signature_is_of_both() -> None:
         ops.rmsnorm_fwd_quantize(values(4, 8), values(8), out_dtype=torch.float32)
 
 
-# ------------------------------------------------------------------ what the bounds are
+# ------------------------------------------------------------------ the bounds
 
 
 def calls(name: str) -> list[tuple[str, te.Sample]]:
@@ -126,13 +126,13 @@ def test_whatever_is_within_the_error_is_within_the_bounds(
                 assert worst.ratio == 0, (label, place, worst)
 
 
-# ------------------------------------------------------------- that wrong ones are caught
+# ------------------------------------------------------- wrong results are found
 
 Change = Callable[[list[Any]], None]
 
 
 def through_bfloat16(epilogue: Any, given: dict[str, Any]) -> list[Any]:
-    """The unfused pair of operators: what is cast has been rounded to the input's dtype."""
+    """The unfused pair of operators, which rounds to the input's dtype before the cast."""
     arguments, scale, options = epilogue.divided(given)
     outputs = epilogue.base(**arguments)
     rounded = epilogue.of(outputs).bfloat16().float()

@@ -127,7 +127,7 @@ def test_only_what_the_backward_needs_is_saved() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_narrow_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
-    """bfloat16: within half a unit of the last place of the gradient in float64."""
+    """bfloat16 gradients are within half a unit in the last place of those in float64."""
     x, weight, bias = (
         normal(*shape, seed=place, dtype=dtype).requires_grad_()
         for place, shape in enumerate([(300, 16), (8, 16), (8,)])
@@ -143,7 +143,7 @@ def test_gradients_of_narrow_dtypes_are_rounded_once(dtype: torch.dtype) -> None
 
 
 def test_a_gradient_of_the_input_times_the_slope_of_the_gelu_before() -> None:
-    """What two layers with GELU between them do in their backward: one product for both."""
+    """The backward through a layer and the GELU before it is one product."""
     x, first, second = leaves((5, 4), (6, 4), (3, 6))
     hidden, _, pre_gelu = ops.generic_gemm(first, x, gelu=True)
     assert hidden is not None
@@ -212,7 +212,7 @@ def test_nothing_is_added_for_a_weight_that_is_frozen() -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_float32_sums_of_bfloat16_products_are_not_rounded_on_the_way(grouped: bool) -> None:
-    """The tolerance of bfloat16 would let a product pass that was."""
+    """A product that is rounded to bfloat16 first would be within bfloat16's tolerance."""
     x, dy = normal(40, 16, dtype=torch.bfloat16), normal(40, 8, seed=2, dtype=torch.bfloat16)
     total = normal(8, 16, seed=3, dtype=torch.float32)
     expected = total + dy.float().T @ x.float()
@@ -254,7 +254,7 @@ def test_groups_are_products_of_their_own() -> None:
 
 @pytest.mark.parametrize("transa", [True, False])
 def test_the_blocks_of_float8_lie_where_their_data_does(transa: bool) -> None:
-    """One block of each operand is scaled by two: it alone counts twice."""
+    """One block of each operand is scaled by two, so that a misplaced scale shows."""
     A, B = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in ((256, 256), (3, 256)))
     of_a, of_b = torch.ones(2, 2), torch.ones(3, 2)
     of_a[0, 1], of_b[2, 0] = 2, 2
@@ -286,7 +286,7 @@ def test_an_exponent_scales_each_32_values() -> None:
 
 @pytest.fixture
 def opaque() -> Iterator[None]:
-    """A vendor whose kernels the compiler cannot look into."""
+    """A vendor whose kernels are opaque to the compiler."""
     torch._dynamo.reset()
     family = import_module("transformer_engine_fl.backends.reference.gemm")
     registry = te.get_default_manager().registry
@@ -335,7 +335,7 @@ def test_accumulation_compiles(name: str, prefer: str, opaque: None) -> None:
 
 
 def test_a_vendor_that_fails_leaves_a_product_to_the_others() -> None:
-    """Only a call that accumulates can be half written."""
+    """Only a call that accumulates can leave its result half written."""
 
     def failing(A: Tensor, B: Tensor, *, accumulate_into: Tensor | None = None) -> Any:
         raise RuntimeError("no kernel")
@@ -354,7 +354,7 @@ def test_a_vendor_that_fails_leaves_a_product_to_the_others() -> None:
 
 @pytest.mark.parametrize("block", ["1x128", "128x128", "MX"])
 def test_scales_of_blocks_compile(block: str) -> None:
-    """With inductor, which has read out of bounds where the last block is cut off."""
+    """With inductor, which used to read out of bounds where the last block is cut off."""
     torch._dynamo.reset()
     label = f"A scaled {block}, B {block}"
     samples = ops.generic_gemm.samples("float8_e4m3fn", "cpu")

@@ -1,4 +1,4 @@
-"""functional: gradients on any pairing of sets, in autograd's own circumstances."""
+"""functional: gradients with any pairing of sets, under the conditions that autograd creates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_a_forward_returned_wrongly_is_said_where_its_backward_refuses_it()
         (list, 0, "a list", True),
         (lambda outputs: None, 0, "None", False),
         (lambda outputs: None, 0, "None", True),
-        # What is in a tuple is looked at where it is saved.
+        # Elements of a tuple are checked when they are saved.
         (lambda outputs: (None, outputs[1]), 0, "None", True),
         (lambda outputs: (outputs[0], [outputs[1]]), 1, "a list", True),
         (lambda outputs: (outputs[0], 1.5), 1, "a float", True),
@@ -85,7 +85,7 @@ def test_what_is_no_tensor_is_named_with_who_returned_it(
 
 
 def serve_changed(op_name: str, change: Callable[[Any], Any]) -> None:
-    """Register vendor.acme, which changes what plain PyTorch returns."""
+    """Register vendor.acme, which applies ``change`` to the reference's results."""
     manager = te.get_default_manager()
     manager.ensure_initialized()
     registry = manager.registry
@@ -120,7 +120,7 @@ MADE_OF_SEVERAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     [
         (list, r"'vendor.acme' returned \(list\); the contract requires . outputs, in a tuple"),
         (lambda outputs: None, r"'vendor.acme' returned \(None\)"),
-        # Of three rows, which could be taken for three outputs.
+        # Its three rows could be taken for three outputs.
         (lambda outputs: torch.ones(3, 2), r"'vendor.acme' returned \(Tensor\)"),
         (lambda outputs: outputs[:1], r"'vendor.acme' returned \(Tensor\)"),
         (lambda outputs: (None, *outputs[1:]), "output 0 of 'vendor.acme' is None"),
@@ -335,7 +335,7 @@ def test_nothing_is_recorded_without_grad(name: str) -> None:
 
 
 class Recording:
-    """A vendor whose operators are the reference's, and which remembers its calls."""
+    """A vendor with the reference's operators that records its calls."""
 
     def __init__(self, vendor: str) -> None:
         self.vendor = vendor

@@ -99,7 +99,7 @@ def test_only_the_gradients_that_are_wanted_are_returned(wanted: int) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 0.25])  # exact in either format
+@pytest.mark.parametrize("scale", [1.0, 0.25])  # powers of two are exact in both formats
 def test_a_gradient_of_the_forward_is_the_gradient(
     options: dict[str, Any], reduction: str, dtype: torch.dtype, scale: float
 ) -> None:
@@ -109,14 +109,14 @@ def test_a_gradient_of_the_forward_is_the_gradient(
     (gradient,) = torch.autograd.grad(expected * scale, x)
     found = functional.cross_entropy(x, target, gradient_in_forward=True, **given)
     assert torch.equal(found, expected)
-    for _ in range(3):  # the second and the third are calculated anew
+    for _ in range(3):  # the second and third are computed again
         (again,) = torch.autograd.grad(found * scale, x, retain_graph=True)
         torch.testing.assert_close(again, gradient)
         again.zero_()
 
 
 def called(run: Callable[[], object]) -> list[str]:
-    """The operators that it called."""
+    """The operators that ``run`` calls."""
     seen: list[str] = []
     undo = te.get_default_manager().monitor(lambda op, impl: seen.append(op))
     try:
@@ -147,7 +147,7 @@ def test_gradients_of_the_fused_form_s_forward_are_the_gradients(
     found = loss()
     assert called(loss) == ["fused_linear_cross_entropy_fwd_bwd"]
     torch.testing.assert_close(found, expected)
-    for _ in range(3):  # the second and the third are calculated anew
+    for _ in range(3):  # the second and third are computed again
         again = torch.autograd.grad(found * 0.25, leaves, retain_graph=True)
         torch.testing.assert_close(again, gradients)
         for it in again:
@@ -169,7 +169,7 @@ def in_a_batch(loss: Tensor, leaves: tuple[Tensor, ...], scales: Tensor) -> tupl
     [
         ("cross_entropy", by_vmap),
         ("cross_entropy", in_a_batch),
-        ("fused_linear_cross_entropy", in_a_batch),  # by vmap torch warns that it is slow
+        ("fused_linear_cross_entropy", in_a_batch),  # with vmap torch warns about speed
     ],
 )
 def test_gradients_of_the_forward_asked_for_in_a_batch(
@@ -390,13 +390,13 @@ def test_a_masked_word_has_no_probability_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
 def test_a_common_offset_of_the_logits_takes_nothing_from_the_loss(offset: float) -> None:
-    x = (logits().detach() * 64).round() / 64  # exact in float32 with the offset, too
+    x = (logits().detach() * 64).round() / 64  # exact in float32 even with the offset
     found = functional.cross_entropy((x + offset).float(), targets())
     assert found.item() == pytest.approx(functional.cross_entropy(x, targets()).item(), rel=2e-7)
 
 
 def test_gradients_at_once_may_be_of_an_lse_that_is_rounded_however_large_it_is() -> None:
-    # Numbers of float32 are 4 apart there, so that adding 1 leaves them as they are.
+    # Float32 numbers are 4 apart there, so adding 1 does not change them.
     lows = torch.arange(2**25, 2**25 + 64, 4, dtype=torch.float32).unsqueeze(-1)
     x, target = lows + torch.arange(0.0, -32, -4), torch.zeros(16, dtype=torch.int64)
     grad, lse = torch.ones(16), lows.squeeze(-1)
@@ -412,7 +412,7 @@ def test_gradients_at_once_may_be_of_an_lse_that_is_rounded_however_large_it_is(
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, tuple[Tensor, ...]]]:
-    """What two processes of a gloo group have made of their shards."""
+    """The results of two processes of a gloo group for their shards."""
     folder: Path = tmp_path_factory.mktemp("group")
     torch.multiprocessing.spawn(vocabulary_shards.run, (folder,), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -437,7 +437,7 @@ def test_two_processes_with_half_of_the_vocabulary_each_agree_with_one(
 
 def test_what_does_not_fit_a_group_is_refused() -> None:
     x, target = logits(), targets()
-    for group in (3, -100, object):  # torch has -100 for a rank outside of the group
+    for group in (3, -100, object):  # torch gives -100 to ranks outside a group
         with pytest.raises(te.ArgumentError, match=r"'process_group' is .*expects None or a t"):
             functional.cross_entropy(x, target, process_group=group)
     alone = torch.distributed.ProcessGroup(0, 1)
@@ -513,7 +513,7 @@ def test_what_is_no_output_of_a_shard_is_named(
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many elements the largest new tensor in the block had."""
+    """Records the number of elements of the largest new tensor in the block."""
 
     def __init__(self) -> None:
         super().__init__()

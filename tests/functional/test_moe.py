@@ -1,4 +1,4 @@
-"""Expert permutation: gradients, and what the contracts say beyond single samples."""
+"""Expert permutation: gradients, and what the contracts promise beyond their samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS, EXPERTS, TOPK, FEATURES = 6, 5, 2, 3
 
 
 def some_indices(tokens: int = TOKENS, topk: int = TOPK, experts: int = EXPERTS) -> Tensor:
-    """Different experts for each token, in no order."""
+    """Different experts for each token, in random order."""
     chances = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2))
     return chances.argsort(-1)[:, :topk]
 
@@ -102,7 +102,7 @@ def test_the_map_is_the_same_with_and_without_grad_and_has_none(map_type: str) -
 
 
 def kept_by(run: Any) -> list[tuple[int, ...]]:
-    """The shapes of what a function keeps for its backward."""
+    """The shapes of what a function saves for its backward."""
     kept: list[tuple[int, ...]] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -170,14 +170,14 @@ def test_rows_are_ordered_by_expert_and_then_by_token() -> None:
     indices = torch.tensor([[2, 0], [1, 2], [0, 2], [0, 1]])
     output, row_id_map = ops.moe_permute_fwd(x, indices)
     assert output.flatten().tolist() == [0, 2, 3, 1, 3, 0, 1, 2]
-    # The row of the first choice of each token, then that of the second.
+    # The rows of the tokens' first choices, then those of their second choices.
     assert row_id_map.tolist() == [[5, 3, 1, 2], [0, 6, 7, 4]]
     assert row_id_map.dtype == torch.int32
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Torch's sums over rows are others with one thread, which is what tests have."""
+    """Tests have one thread otherwise, with which torch sums rows in another way."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -350,21 +350,21 @@ def test_a_map_s_numbers_below_minus_one_are_none_too() -> None:
 
 def test_a_map_that_is_wrong_reads_nothing_outside() -> None:
     x = torch.ones(3, 4)
-    twice = torch.zeros(2, 3, dtype=torch.int32)  # six pairs of one row
+    twice = torch.zeros(2, 3, dtype=torch.int32)  # six pairs share one row
     experts = torch.tensor([[1, 0, 2, -1, 2], [2, -1, 0, 9, 7]], dtype=torch.int32)
     with te.with_preference("reference"):
         assert ops.moe_unpermute_fwd(x, twice).sum() <= 6 * 4
         assert ops.moe_permute_bwd(x, twice).sum() <= 6 * 4
         found = ops.moe_unpermute_mask_fwd(x, experts, torch.tensor([[2.0, 3.0]] * 2))
         _, probs = ops.moe_permute_mask_bwd(x, experts, torch.tensor([5.0, 6.0, 7.0]))
-    # Experts that there are not have no rows.
+    # Experts that do not exist have no rows.
     assert found.tolist() == [[0.0] * 4, [2.0] * 4]
     assert probs is not None
     assert probs.tolist() == [[0.0, 0.0], [7.0, 0.0]]
 
 
 def test_no_values_are_read_back() -> None:
-    # A meta tensor has none: an implementation that waited for them would fail.
+    # Reading a value of a meta tensor fails.
     x, probs = normal(TOKENS, FEATURES).to("meta"), normal(TOKENS, EXPERTS).to("meta")
     indices, mask = some_indices().to("meta"), as_mask(some_indices()).to("meta")
     with te.with_preference("reference"):

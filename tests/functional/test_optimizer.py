@@ -1,4 +1,4 @@
-"""The optimizer operators over several steps, beside torch's own; flags, halves, scales."""
+"""The optimizer operators over several steps, compared with torch's; flags, halves, scales."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_steps_too_small_for_a_narrow_parameter_add_up_in_its_master(dtype: torc
 
 
 def halves(masters: Lists) -> tuple[Lists, Lists]:
-    """By arithmetic on Python's integers."""
+    """Masters split into parameters and remainders, by arithmetic on Python's integers."""
     params, remainders = [], []
     for master in masters:
         words = [word & 0xFFFFFFFF for word in master.view(torch.int32).flatten().tolist()]
@@ -287,7 +287,7 @@ def test_float8_parameters_follow_their_masters(dtype: torch.dtype) -> None:
     for param, master, scale in zip(params, masters, scales, strict=True):
         inside = (master * scale).clamp(-largest, largest)
         assert torch.equal(param.float(), inside.to(dtype).float())
-    assert (params[1].float().abs() == largest).any()  # it did not fit
+    assert (params[1].float().abs() == largest).any()  # the largest values are clamped
     assert amaxes[0].item() == 99.0
     assert amaxes[1].item() >= masters[1].abs().max().item() > 0
     assert [it.item() for it in inverses] == [1 / 8, 1 / 4096]
@@ -366,7 +366,7 @@ OPERATORS = [name for name, it in ops.CATALOGUE.items() if it.family == "optimiz
 
 
 class NothingIsRead(TorchDispatchMode):
-    """Refuses what brings a value to the host."""
+    """Fails if a value is brought to the host."""
 
     REFUSED = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
 
@@ -392,7 +392,7 @@ def samples_of(name: str) -> Iterator[te.Sample]:
 
 
 def on_no_device(value: Any) -> Any:
-    """The same without data: values cannot be read there, nor mixed with those of the CPU."""
+    """The value on meta: its data can be neither read nor combined with CPU tensors."""
     return transformed(
         value,
         lambda it: torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device="meta"),

@@ -1,4 +1,4 @@
-"""Quantisation: what its values mean, and how its operators go together."""
+"""Quantisation: what the formats mean, and how the operators work together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def values(*shape: int) -> Tensor:
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:
-    """Bit for bit."""
+    """Whether both are equal bit by bit."""
     if left is None or right is None:
         return left is right
     same_kind = (left.shape, left.dtype) == (right.shape, right.dtype)
@@ -38,7 +38,7 @@ def dequantized(outputs: tuple[Any, ...], format: str) -> Tensor:
 
 
 def nearest(value: Tensor, codes: Tensor) -> Tensor:
-    """The nearest of the values of codes 0, 1, ..., by search; the even code in a tie."""
+    """The code 0, 1, ... with the nearest value, by search; the even code in a tie."""
     known = codes.double()
     order = torch.searchsorted(known, value.double().contiguous()).clamp(1, len(known) - 1)
     below, above = value - known[order - 1], known[order] - value
@@ -62,7 +62,7 @@ def test_every_bfloat16_number_goes_to_the_nearest_code(dtype: torch.dtype) -> N
 def test_every_number_goes_to_the_nearest_e2m1_code() -> None:
     size = torch.arange(0, 6.0625, 1 / 128).clamp_max(6.0)
     size = torch.cat([size, size[: -len(size) % 15]])
-    # A block of amax 6, with a global scale of 1, is cast as it is.
+    # With a global scale of 1, a block of amax 6 is cast without scaling.
     rows = torch.cat([torch.full((len(size) // 15, 1), 6.0), size.view(-1, 15)], 1)
     data, scale_inv, *_ = ops.quantize(rows, ONE, format="nvfp4")
     assert bool((scale_inv.float() == 1).all())
@@ -74,7 +74,7 @@ def test_what_e2m1_has_no_code_for() -> None:
     special = torch.tensor([[-0.0, 0.0, torch.nan, torch.inf, -torch.inf, 100.0, -100.0, 6.0]])
     special = torch.cat([special, torch.tensor([[6.0] + [0.0] * 7])])
     data = ops.quantize(special, ONE, format="nvfp4")[0]
-    # The first block has an infinite amax, so its scale is the largest there is, 448.
+    # The first block has an infinite amax, so it gets the largest scale, 448.
     assert data[0].tolist() == [0x08, 0x77, 0x0F, 0x08]
     assert data[1, 0] == 0x07
 
@@ -166,7 +166,7 @@ def test_a_value_comes_back_to_half_a_step(format: str) -> None:
         options = {} if name == "uint8" else {"dtype": getattr(torch, name)}
         outputs = ops.quantize(x, format=format, **options)
         back = dequantized(outputs, format)
-        # A block's own scale of nvfp4 is rounded as well, and may clamp its largest value.
+        # nvfp4 also rounds the scale of a block, which may clamp the largest value.
         allowed = STEP[name] / 2 if name != "uint8" else STEP[name] / 2 + 2**-4
         block = x.abs().max()
         error = (back - x).abs() - allowed * x.abs()
@@ -289,7 +289,7 @@ def test_delayed_scaling_over_some_steps(algorithm: str, expected: float) -> Non
         ops.fused_amax_and_scale_update_after_reduction(
             reduced, [history], [scale], amax_compute_algo=algorithm, margin=1
         )
-    # Row 0 is free for the next amax.
+    # Row 0 is left for the next amax.
     assert history.tolist() == [[0.0, 0.0], [2.0, 0.0], [7.0, 0.0]]
     assert scale.tolist() == [224 / expected, 1.0]
 

@@ -67,7 +67,7 @@ def test_the_norm_is_that_of_the_sum_as_it_is_stored(dtype: torch.dtype) -> None
 
 
 def test_the_backward_rounds_once() -> None:
-    # In bfloat16 a dx that is rounded before the other gradient is added shows.
+    # In bfloat16 it shows if dx is rounded before the other gradient is added.
     torch.manual_seed(10)
     x, add, dz = (torch.randn(64, 96).bfloat16() for _ in range(3))
     weight = torch.randn(96).bfloat16()

@@ -1,4 +1,4 @@
-"""Rotary embedding: gradients, and what the contract says beyond single samples."""
+"""Rotary embedding: gradients, and what the contract promises beyond its samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = 12
 
 
 def angles(rows: int = ROWS, rotated: int = 6, *, alike: bool = False) -> Tensor:
-    """Angles of which no two are the same, or (alike) the same for both of a pair."""
+    """Angles that are all different, or (alike) the same for both features of a pair."""
     freqs = torch.randn(rows, 1, 1, rotated, generator=torch.Generator().manual_seed(2)) * 3
     return torch.cat([freqs[..., : rotated // 2]] * 2, -1) if alike else freqs
 
@@ -115,7 +115,7 @@ def test_rope_compiles_with_its_gradient() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_products_depend_on_the_distance_alone(interleaved: bool) -> None:
-    # What rotary embedding is for. One query and one key at every position.
+    # The purpose of rotary embedding. The same query and key at every position.
     slowness = torch.tensor([1.0, 0.3, 0.01])
     pairs = slowness.repeat_interleave(2) if interleaved else slowness.repeat(2)
     freqs = (torch.arange(ROWS).unsqueeze(-1) * pairs)[:, None, None]
@@ -160,7 +160,7 @@ def test_the_formats_agree(interleaved: bool) -> None:
 
 
 def rank_chunks(sequence: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """What a rank holds of a full sequence (first dimension)."""
+    """The part of a full sequence (first dimension) that a rank holds."""
     chunks = sequence.chunk(2 * cp_size)
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
@@ -196,7 +196,7 @@ def test_each_rank_has_its_chunks_of_every_sequence() -> None:
 def test_qkv_rope_is_a_split_and_two_ropes() -> None:
     packed, q_freqs, k_freqs = normal(4, 2, 3, 8 + 4 + 5), angles(4, 4), angles(4, 2)
     q, k, v = ops.fused_qkv_rope_forward(packed, q_freqs, k_freqs, qkv_split=(8, 4, 5))
-    of_group = packed[..., :8].reshape(4, 2, 6, 4)  # query heads 2 i and 2 i + 1 are group i's
+    of_group = packed[..., :8].reshape(4, 2, 6, 4)  # query heads 2 i and 2 i + 1 belong to group i
     assert torch.equal(q, ops.fused_rope_forward(of_group, q_freqs))
     assert torch.equal(k, ops.fused_rope_forward(packed[..., 8:12], k_freqs))
     assert torch.equal(v, packed[..., 12:])
@@ -209,7 +209,7 @@ def test_values_are_a_copy_even_where_they_could_be_a_view() -> None:
     assert bool(v.all())
 
 
-# ------------------------------------------------------------------------- the outside
+# ------------------------------------------------------------------- out of bounds
 
 
 def test_positions_outside_the_table_are_nan_in_the_rotated_features_only() -> None:
@@ -234,7 +234,7 @@ def test_tokens_after_the_last_sequence_are_copied_bit_by_bit() -> None:
 
 
 def test_no_values_are_read_back() -> None:
-    # A meta tensor has none: an implementation that waited for them would fail.
+    # Reading a value of a meta tensor fails.
     x, freqs = normal(5, 2, 6).to("meta"), angles().to("meta")
     options = {
         name: it.to("meta") if isinstance(it, Tensor) else it

@@ -1,4 +1,4 @@
-"""The router: gradients, the definitions of the field, ties and bounds."""
+"""The router: gradients, the published definitions, ties and bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 def some_logits(tokens: int = 4, experts: int = 6, seed: int = 1) -> Tensor:
-    """No two of a row close to one another, so that a small step changes no choice."""
+    """Logits that differ so much within a row that a small step changes no choice."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(tokens, experts, generator=generator).argsort(-1)
     return (order.double() - experts / 2) * (4 / experts)
@@ -100,7 +100,7 @@ def test_the_routing_map_is_the_same_with_and_without_grad_and_has_none() -> Non
 
 
 def test_what_is_saved_has_no_gradient_either() -> None:
-    # It is of floating point, so autograd would not know by itself.
+    # It is floating point, so autograd must be told.
     outputs = apply("fused_topk_with_score_function_fwd", {"topk": 2}, leaf(), outputs=3)
     assert [it.requires_grad for it in outputs] == [True, False, False]
 
@@ -117,7 +117,7 @@ def test_only_the_chosen_get_a_gradient_unless_softmax_comes_first() -> None:
 
 
 def test_the_gradient_survives_where_the_square_of_a_score_does_not() -> None:
-    # sqrt(softplus(x)) is exp(x / 2) there, and half of that its derivative.
+    # There sqrt(softplus(x)) is exp(x / 2), and its derivative is half of that.
     scores = torch.tensor([[math.exp(-75), math.exp(-85)]])
     ones, routing_map = torch.ones(1, 2), torch.tensor([[True, False]])
     options = {"score_function": "sqrtsoftplus"}
@@ -176,8 +176,8 @@ def test_other_scores_are_normalized_where_there_are_several(name: str, topk: in
 
 
 def test_deepseek_v3() -> None:
-    # Of 8 groups of 32 experts the 4 with the highest sum of two, of their experts 8; with a
-    # bias that only chooses, and the chosen scores normalized and times 2.5.
+    # 8 of the experts in the 4 groups, of 8 groups of 32, whose two highest scores have the highest
+    # sums; the bias only affects the choice; the chosen scores are normalized, then times 2.5.
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(33, 256, generator=generator, dtype=torch.float64)
     bias = torch.randn(256, generator=generator, dtype=torch.float64) * 0.2
@@ -300,7 +300,7 @@ def test_the_loss_of_parts_sums_to_that_of_the_whole() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_hidden_expert_of_a_chosen_group_goes_before_one_of_another(name: str) -> None:
     x = torch.tensor([[1.0, 2.0, 5.0, 4.0, 3.0, 6.0]])
-    hidden = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.0]).log()  # of groups 1 and 2 one each
+    hidden = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.0]).log()  # one expert each of groups 1 and 2
     given = {"expert_bias": hidden} if name in NAMES[1:] else {}
     x = x if given else x + hidden
     _, routing_map = functional.topk_router(x, 3, **given, **GROUPS, **FUNCTIONS[name])
@@ -308,7 +308,7 @@ def test_a_hidden_expert_of_a_chosen_group_goes_before_one_of_another(name: str)
 
 
 def test_no_values_are_read_back() -> None:
-    # A meta tensor has none: an implementation that waited for them would fail.
+    # Reading a value of a meta tensor fails.
     x, bias = some_logits().to("meta"), some_logits(1)[0].to("meta")
     with te.with_preference("reference"):
         probs, routing_map, saved = ops.fused_topk_with_score_function_fwd(

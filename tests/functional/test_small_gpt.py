@@ -1,4 +1,4 @@
-"""The small GPT of the GPU tests, on a CPU: that what they rely on holds there as well."""
+"""The small GPT of the GPU tests, on a CPU: what those tests rely on holds there as well."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_way_of_the_loss_is_the_same_loss(way: str) -> None:
     model = GPT(TINY, dtype=torch.float64)
     (batch,) = batches(TINY, 1, "cpu")
     found, right = (gradients(model, model(*batch, way=it)) for it in (way, "fused"))
-    # The sums of the losses are float64, what counts rows and drops is not.
+    # The sums of the losses are float64, but the counts of rows and drops are not.
     assert error(found, right) <= 1e-7
 
 

@@ -1,4 +1,4 @@
-"""functional: the gradient of every softmax form, and what its rows are."""
+"""functional: the gradient of every softmax form, and the values of its rows."""
 
 from __future__ import annotations
 
