@@ -1,6 +1,6 @@
-"""The operators that do not round: what they return is the float64 value in the output's dtype.
+"""The operators that do not round: they return the float64 value in the output's dtype.
 
-For these there is no composition to be compared with. That they are exact is tested.
+A test checks that they are exact; they need no composition to compare with.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ EXACT: dict[str, str] = {
 BOUNDED = {name: epilogue.base.name for name, epilogue in EPILOGUES.items()} | {
     "cross_entropy_fwd_bwd": "cross_entropy_bwd"
 }
-"""What an operator whose oracle gives bounds is compared through, by its name.
+"""For an operator whose oracle gives bounds, the operator whose error is compared instead.
 
-They are by what a result within the tolerance of the operator that is named here may become,
-quantised or not; how far that one's results are off is compared for itself.
+The bounds admit what a result within the other operator's tolerance may become, quantised or not.
 """

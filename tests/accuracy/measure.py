@@ -1,17 +1,16 @@
-"""How far a result is from float64, and how far another is on the same inputs.
+"""Errors of a result against float64, next to the errors of another result on the same inputs.
 
-An element's error is counted in units in the last place of the output's dtype, at its
+The error of an element is counted in units in the last place of the output's dtype, at its
 float64 value or at the root mean square of the output, whichever is larger: where values
-cancel nearly to nothing, units of what is left say nothing of the arithmetic. Of all
-elements of an output, over all samples of a dtype, two figures are kept: the root mean
-square of the errors and the largest one.
+cancel nearly to zero, units of the remainder say nothing about the arithmetic. Two figures
+are kept for all elements of an output, over all samples of a dtype: the root mean square of
+the errors and the largest error.
 
-Both results are rounded to the output's dtype first. Left out are elements of which the
-float64 value is not finite or does not fit the dtype (the conformance kit looks at those),
-and those at which the composition breaks down: it overflows where the operator must not, or
-is off by more units than leave anything right, and would excuse whatever else is wrong. Types
-of one byte are left out as well: the kit demands each bit of them. So are outputs of samples
-for which an oracle gives bounds.
+Both results are first rounded to the output's dtype. Left out are elements whose float64 value
+is not finite or does not fit the dtype (the conformance kit checks those), and elements where the
+composition breaks down: it overflows where the operator must not, or has so large an error that
+it would excuse any error of the operator. One-byte types are left out, as the kit demands each
+of their bits, and so are outputs for which an oracle gives bounds.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from transformer_engine_fl.testing.comparison import ulp
 Composition = Callable[..., Any]
 
 BROKEN_DOWN = 256.0
-"""Units in the last place: in bfloat16 all of the number."""
+"""Units in the last place; in bfloat16 as much as the number itself."""
 
 
 @dataclass(slots=True)
 class Errors:
-    """Of one output, in units in the last place.
+    """The errors of one output, in units in the last place.
 
     Attributes:
-        squares: the sum of their squares.
-        count: how many elements were compared.
-        largest: the largest.
-        where: the sample in which it is.
-        dtype: of the output.
+        squares: the sum of the squared errors.
+        count: the number of compared elements.
+        largest: the largest error.
+        where: the sample with the largest error.
+        dtype: the output's dtype.
     """
 
     dtype: torch.dtype
@@ -60,7 +59,7 @@ class Errors:
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def add(self, errors: Tensor, where: str) -> None:
-        """Count some elements of a sample."""
+        """Add the errors of some elements of the sample ``where``."""
         self.squares += errors.square().sum().item()
         self.count += errors.numel()
         if errors.max().item() > self.largest:
@@ -68,7 +67,7 @@ class Errors:
 
 
 def reference_runs(op_name: str, dtype: str) -> Iterator[Run]:
-    """The reference implementation on each sample."""
+    """Runs of the reference implementation, one for each sample."""
     manager = get_default_manager()
     manager.ensure_initialized()
     contract = ops.CATALOGUE[op_name]
@@ -81,9 +80,9 @@ def reference_runs(op_name: str, dtype: str) -> Iterator[Run]:
 def measured(
     op_name: str, dtype: str, composition: Composition
 ) -> dict[tuple[int, torch.dtype], tuple[Errors, Errors]]:
-    """The errors of the reference and those of torch.
+    """The errors of the reference and of torch's composition.
 
-    By the place of the output, or of the written argument behind the outputs, and its dtype.
+    The key is the index of the output, or of the mutated argument after the outputs, and its dtype.
     """
     found: dict[tuple[int, torch.dtype], tuple[Errors, Errors]] = {}
     for run in reference_runs(op_name, dtype):
@@ -128,7 +127,7 @@ def _add(
 
 
 def inexact(op_name: str, dtype: str) -> Iterator[str]:
-    """Where the reference is not the float64 value in the output's dtype."""
+    """The places where the reference is not the float64 value in the output's dtype."""
     for run in reference_runs(op_name, dtype):
         try:
             results = run.serve(run.fresh())

@@ -1,7 +1,7 @@
-"""The tolerance of attention leaves room for rounded weights, for long sequences as for short.
+"""The tolerance of attention allows for rounded weights, in long sequences as in short ones.
 
-Every implementation for tensor cores rounds the weights, and their gradients, before the
-products that follow. What comes of that must not grow past the tolerance with the length.
+Every implementation for tensor cores rounds the weights, and their gradients, before the products
+that follow. The resulting error must not exceed the tolerance as the length grows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTHS = (128, 512, 2048)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, rounded: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """Causal, with the gradients; in the inputs' dtype but for what is rounded to another."""
+    """Causal attention and its gradients, in the inputs' dtype except for what is rounded."""
 
     def as_multiplied(weights: Tensor) -> Tensor:
         return weights if rounded is None else weights.to(rounded).to(weights.dtype)

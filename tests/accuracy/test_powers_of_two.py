@@ -1,4 +1,4 @@
-"""Powers of two are exact, and not torch's where it would read another device's memory."""
+"""Powers of two are exact, and not by ``torch.ldexp``, which may read another device's memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_unit_in_the_last_place_is_the_distance_of_neighbours(dtype: torch.dty
 
 
 def test_nothing_asks_torch_for_them() -> None:
-    """Off the current device ``torch.ldexp`` reads other memory (pytorch issue 189567)."""
+    """Off the current device ``torch.ldexp`` reads wrong memory (pytorch issue 189567)."""
     package = Path(transformer_engine_fl.__file__).parent
     asking = [
         f"{path.name}:{node.lineno}"

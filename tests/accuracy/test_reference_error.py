@@ -1,18 +1,18 @@
 """The reference is no further from float64 than torch's own eager composition is.
 
-Per operator, dtype and output, over all samples (``measure.py`` says how): neither the
-root mean square of the reference's errors nor its largest error is above the composition's
-by more than an allowance, which is less than one rounding step. It is there because of two
-calculations that are equally good one is always a little worse on given numbers: a value
-just beside the middle between two others is rounded up by one and down by the other, and
-the last bits of a float32 sum depend on the order of its terms. Where the output is float32
-nothing covers those bits, and of many elements the one most in error is a matter of luck:
-there the largest error may be up to twice as large as well. The root mean square may not.
+For each operator, dtype and output, over all samples (see ``measure.py``), neither the root mean
+square of the reference's errors nor its largest error exceeds the composition's by more than an
+allowance, which is less than one rounding step. An allowance is needed because of two equally
+good calculations one is always a little worse on given numbers: a value close to the middle
+between two others is rounded up by one and down by the other, and the last bits of a float32 sum
+depend on the order of its terms. If the output is float32 these bits show, and which of many
+elements has the largest error is a matter of luck: there the largest error may also be twice as
+large. The root mean square may not.
 
-A composition is a function of the same arguments: a backward's is written with what the
-forward saved, where autograd would find it again and get something else.
+A composition takes the operator's arguments: a backward uses what the forward saved, where
+autograd would compute it again with another result.
 
-float64 is left out: there the formula in float64 is no measure of anything.
+float64 is left out, as the formula in float64 cannot be the measure there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DTYPES = {
 
 
 def excess(op_name: str, dtype: str, composition: Composition) -> list[str]:
-    """In which outputs the reference is worse than the composition, and by how much."""
+    """The outputs in which the reference is worse than the composition, and by how much."""
     found = []
     pairs = measured(op_name, dtype, composition)
     assert any(ours.count for ours, _ in pairs.values()), "nothing is compared"

@@ -1,4 +1,4 @@
-"""What torch makes of the activations: its own functions, products, and autograd over both."""
+"""The activations in torch: its own functions, products, and autograd over both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in torch's own words: its function, or products and a softmax, by sequence."""
+"""Attention in torch, by sequence: its own function, or products and a softmax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["COMPOSITIONS"]
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, offsets: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Of one sequence, all of it ``[h, s, d]`` in one dtype; ``bias`` hides with -inf."""
+    """One sequence, ``[h, s, d]`` in one dtype; -inf in ``bias`` hides keys."""
     if offsets is None:
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(
@@ -43,7 +43,7 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor | None, None]:
     if dropout_p:
-        return None, None  # torch draws other numbers
+        return None, None  # torch draws other random numbers
     if softmax_type == "off_by_one":
         softmax_offset = q.new_zeros(q.shape[-2])
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -75,7 +75,7 @@ def _backward(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """From what is saved, as the operator: autograd would find other lse and out."""
+    """From the saved lse and out, as the operator; autograd would use others."""
     if dropout_p:
         return (None,) * 5
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,4 +1,4 @@
-"""The corrections between the steps of a ring as one writes them in torch, one by one."""
+"""The corrections between the steps of a ring in eager torch, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["COMPOSITIONS"]
 
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[tuple[int, slice, slice, slice]]:
-    """(number, first half, second half, where a half is among halves)."""
+    """(number, first half, second half, the half's slice in a tensor of halves)."""
     for number, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
         middle = (begin + end) // 2
         halves = slice(begin // 2, end // 2)
@@ -21,7 +21,7 @@ def _sequences(cu_seqlens: Tensor) -> Iterator[tuple[int, slice, slice, slice]]:
 
 
 def _complete(cu_seqlens: Tensor, lse: Tensor, lse_packed: bool, tokens: int) -> bool:
-    """Whether all tokens of the sequences are in the tensors: slices would be cut short."""
+    """Whether the tensors hold all tokens of the sequences; slices would be cut short otherwise."""
     longest = int(cu_seqlens.diff().max())
     return int(cu_seqlens[-1]) <= tokens and (lse_packed or longest <= lse.shape[-1])
 

@@ -1,4 +1,4 @@
-"""What torch makes of dropout, of the elements that the operator keeps: a product and a factor."""
+"""Dropout in torch: a product of the elements that the operator keeps, and a factor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _dropped(values: Tensor, mask: Tensor, probability: float) -> Tensor:
 def dropout_fwd(
     input: Tensor, dropout_probability: float, *, seed: int, offset: int = 0
 ) -> tuple[Any, ...]:
-    """The mask is an operator's own; which elements it keeps is not a matter of precision."""
+    """The mask is the operator's: which elements are kept is no question of precision."""
     _, mask = reference.dropout_fwd(input, dropout_probability, seed=seed, offset=offset)
     return _dropped(input, mask, dropout_probability), None
 
 
 def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -> tuple[Any, ...]:
-    """The same product."""
+    """The same product, with the given mask."""
     return (_dropped(grad_output, mask, dropout_probability),)
 
 

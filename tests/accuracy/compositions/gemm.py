@@ -1,6 +1,6 @@
-"""Matrix products as torch's own functions make them, in the dtype that is given.
+"""Matrix products by torch's own functions, in the given dtype.
 
-float8 is made bfloat16 first, which torch multiplies everywhere.
+float8 is converted to bfloat16, which torch multiplies on every device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _product(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """D, and the input of GELU."""
+    """D, and GELU's input."""
     z = (b.T if transb else b) @ (a.T if transa else a)
     if alpha != 1:
         z = alpha * z

@@ -1,4 +1,4 @@
-"""Cross entropy as torch's own functions make it, in the dtype that is given."""
+"""Cross entropy by torch's own functions, in the given dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor]:
     logits = _capped(input, softcap)
     ignored = target == ignore_index
-    outside = ((target < 0) | (target >= input.shape[-1])) & ~ignored  # torch refuses these
+    outside = ((target < 0) | (target >= input.shape[-1])) & ~ignored  # torch raises for these
     loss = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
         target.masked_fill(outside, ignore_index).reshape(-1),
@@ -55,9 +55,9 @@ def cross_entropy_bwd(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor | None]:
-    """From the saved lse, as the operator: autograd would find another one."""
+    """From the saved lse, as the operator; autograd would use another."""
     if vocab_start or vocab_size is not None:
-        return (None,)  # torch has nothing for a shard
+        return (None,)  # torch has no equivalent for a shard
     words, dtype = input.shape[-1], input.dtype
     scores = _capped(input, softcap)
     dloss, normalizer = grad_loss.to(dtype).unsqueeze(-1), lse.to(dtype).unsqueeze(-1)

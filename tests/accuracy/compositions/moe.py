@@ -1,4 +1,4 @@
-"""Expert permutation as one writes it in eager torch, in the dtype of the rows."""
+"""Expert permutation in eager torch, in the dtype of the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["COMPOSITIONS"]
 
 
 def _of_indices(row_id_map: Tensor, count: int) -> Tensor:
-    """``[T, S]``: the row of each pair, -1 for none."""
+    """``[T, S]``: the row of each pair, or -1."""
     return row_id_map.t().long().masked_fill(row_id_map.t() >= count, -1)
 
 

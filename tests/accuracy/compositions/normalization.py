@@ -1,4 +1,4 @@
-"""What torch makes of normalization: its own layer and RMS norm, and autograd over them."""
+"""Normalization in torch: its own layer and RMS norm, and autograd over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SAVED_EPS = 1e-5
-"""That of the forward which saved the samples' statistics."""
+"""The eps of the forward that saved the samples' statistics."""
 
 
 def _gamma(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
@@ -26,7 +26,7 @@ def rmsnorm_fwd(
     zero_centered_gamma: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
-    """``F.rms_norm``, which does not give its statistic away."""
+    """``F.rms_norm``, which does not return its statistic."""
     gamma = _gamma(weight, zero_centered_gamma, input.dtype)
     return F.rms_norm(input, gamma.shape, gamma, eps).to(out_dtype or input.dtype), None
 
@@ -49,7 +49,7 @@ def layernorm_fwd(
     zero_centered_gamma: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
-    """What ``F.layer_norm`` calls, with the statistics that it saves."""
+    """The function under ``F.layer_norm``, with the statistics that it saves."""
     gamma = _gamma(weight, zero_centered_gamma, input.dtype)
     beta = None if bias is None else bias.to(input.dtype)
     output, mu, rsigma = torch.native_layer_norm(input, gamma.shape, gamma, beta, eps)
@@ -59,7 +59,7 @@ def layernorm_fwd(
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *, zero_centered_gamma: bool = False
 ) -> tuple[Any, ...]:
-    """Autograd over ``F.rms_norm``, which finds the statistic again."""
+    """Autograd over ``F.rms_norm``, which computes the statistic again."""
     leaves = x.detach().requires_grad_(), gamma.detach().requires_grad_()
     with torch.enable_grad():
         output, _ = rmsnorm_fwd(*leaves, SAVED_EPS, zero_centered_gamma=zero_centered_gamma)
@@ -69,7 +69,7 @@ def rmsnorm_bwd(
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, **options: Any
 ) -> tuple[Any, ...]:
-    """The same, and a sum."""
+    """:func:`rmsnorm_bwd`, and a sum."""
     dx, dgamma = rmsnorm_bwd(dz, x, rsigma, gamma, **options)
     return dx + add.to(dx.dtype), dgamma
 
@@ -83,7 +83,7 @@ def layernorm_bwd(
     *,
     zero_centered_gamma: bool = False,
 ) -> tuple[Any, ...]:
-    """Autograd over ``F.layer_norm``, which finds the statistics again."""
+    """Autograd over ``F.layer_norm``, which computes the statistics again."""
     inputs = x, gamma, torch.zeros_like(gamma)
     leaves = [it.detach().requires_grad_() for it in inputs]
     with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""Optimizer steps as torch's own functions make them.
+"""Optimizer steps by torch's own functions.
 
-torch wants one dtype for a parameter and its state: that to which theirs promote. Nothing is
-written here: what the operator writes is returned, after its outputs.
+torch needs one dtype for a parameter and its state: the one to which both promote. Nothing is
+mutated: what the operator writes is returned, after its outputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def multi_tensor_scale(
 ) -> tuple[Lists | None, None]:
     pairs = [*zip(inputs, outputs, strict=True)]
     if any(output.element_size() > x.element_size() for x, output in pairs):
-        return None, None  # a product in a narrow dtype has errors of its own order
+        return None, None  # in a narrow dtype the product itself has large errors
     return [(x * scale).view(x.shape).to(output.dtype) for x, output in pairs], None
 
 
@@ -53,7 +53,7 @@ def multi_tensor_unscale_l2norm(
 
 
 def _of_one_dtype(params: Lists, states: Lists, *lists: Lists) -> list[Lists]:
-    """Copies of the lists, each tensor in the dtype of its parameter and state together."""
+    """Copies of the lists, with each tensor in the dtype to which parameter and state promote."""
     pairs = zip(params, states, strict=True)
     kinds = [torch.promote_types(param.dtype, state.dtype) for param, state in pairs]
     return [[it.to(to, copy=True) for it, to in zip(each, kinds, strict=True)] for each in lists]
@@ -78,7 +78,7 @@ def multi_tensor_adam(
     noop_flag: Tensor | None = None,
 ) -> tuple[Lists | None, ...]:
     full = params if master_params is None else master_params
-    if not bias_correction:  # torch has none without
+    if not bias_correction:  # torch always corrects the bias
         return None, None, None, None
 
     after, g, m, v = _of_one_dtype(full, exp_avgs, full, grads, exp_avgs, exp_avg_sqs)
@@ -183,7 +183,7 @@ def multi_tensor_sgd(
     model_params: Lists | None = None,
     noop_flag: Tensor | None = None,
 ) -> tuple[Lists | None, ...]:
-    if wd_after_momentum:  # torch has none then
+    if wd_after_momentum:  # torch cannot do that
         return None, None, None
 
     lists = (params, grads, momentum_buffers)

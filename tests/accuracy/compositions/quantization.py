@@ -1,4 +1,4 @@
-"""Quantisation in torch's own eager operators; only a bias gradient is not exact by definition."""
+"""Quantisation in eager torch; only a bias gradient is not exact by definition."""
 
 from __future__ import annotations
 

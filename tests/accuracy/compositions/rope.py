@@ -1,4 +1,4 @@
-"""What torch makes of rotary embedding: products with cosines and sines in the tokens' dtype."""
+"""Rotary embedding in torch: products with cosines and sines in the tokens' dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Of the tokens of a rank, in a sequence of that length."""
+    """The positions of a rank's tokens, in a sequence of that length."""
     places = torch.arange(length)
     if cp_size == 1:
         return places
@@ -28,7 +28,7 @@ def _angles(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """``[..., 1, d2]`` by token; NaN where there is no row, zero behind the last sequence."""
+    """``[..., 1, d2]``: each token's angles; NaN if freqs has no row, 0 after the last sequence."""
     table = freqs[:, 0, 0]
 
     def sequence(length: int, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The router as one writes it in eager torch, in the dtype of the logits."""
+"""The router in eager torch, in the dtype of the logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _route(
     scaling_factor: float = 1.0,
     score_function: str = "softmax",
 ) -> Any:
-    """Given the choice of the oracle, which a rounded score may not make."""
+    """The choice is the oracle's, as rounded scores could lead to another."""
     from transformer_engine_fl import ops
 
     routing_map = ops.fused_topk_with_score_function_fwd.oracle(

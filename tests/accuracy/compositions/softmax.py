@@ -1,4 +1,4 @@
-"""What torch makes of scaled softmax: a product, ``masked_fill``, ``softmax`` and its backward."""
+"""Scaled softmax in torch: a product, ``masked_fill``, ``softmax`` and its backward."""
 
 from __future__ import annotations
 
