@@ -1,4 +1,4 @@
-"""A kernel that does not compile: the next implementation serves, even an operator that mutates."""
+"""If a kernel does not compile, the next implementation serves, even if the operator mutates."""
 
 from __future__ import annotations
 
