@@ -171,7 +171,7 @@ COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
             new(1, MORE, dtype=torch.float32), bounds(new), MORE // 2, lse_packed=True
         ),
     ),
-    # These programs count past the last row: as far as all of them together reach.
+    # These programs count past the last row: each adds its stride once more before it ends.
     "tokens of a loss, and those beyond": (
         "tokens, padded to whole tiles,",
         lambda new: router.fused_moe_aux_loss_fwd(
