@@ -30,7 +30,7 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say which implementation serves OP, and why each other candidate does not.
+    """Say which implementation serves OP, and why no other does.
 
     Without --device: on this machine, before any tensor is seen. The policy comes from the
     environment: TE_FL_PREFER=reference te-fl explain rmsnorm_fwd. The exit code is 1 if

@@ -26,7 +26,7 @@ def list_operators(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the operators, their implementations, and the plugins that are installed."""
+    """List the operators, their implementations and the plugins."""
     manager = OpManager(plugins=probe)
     manager.ensure_initialized()
     document = _document(manager, probe)

@@ -110,11 +110,11 @@ def verify(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Test an implementation set against the contracts, and write a scorecard.
+    """Test a set of implementations against the contracts.
 
-    scorecard-IMPL_ID.json and scorecard-IMPL_ID.md list the operators covered, the largest
-    errors, and each failure with the command that reproduces it alone. The exit code is 1
-    if a case fails. In pytest: pytest --te-fl-impl IMPL_ID.
+    The scorecard, scorecard-IMPL_ID.json and scorecard-IMPL_ID.md, lists the operators covered,
+    the largest errors, and each failure with the command that reproduces it alone. The exit
+    code is 1 if a case fails. In pytest: pytest --te-fl-impl IMPL_ID.
 
     With --sanitize the calls whose values would be compared are made on a CUDA device,
     and the exit code is 1 if the tool reports an error; nothing is written.

@@ -51,11 +51,12 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a small transformer on the sources of Python's standard library.
+    """Train a small transformer through the dispatcher.
 
-    Every normalization in it is dispatched, under the policy of the environment:
-    TE_FL_PREFER=vendor:acme te-fl demo. With --compare the exit code is 0 if two sets or
-    more ran and their losses agree; a set that this machine lacks is named and left out.
+    The text is the sources of Python's standard library. Every normalization in the model is
+    dispatched, under the policy of the environment: TE_FL_PREFER=vendor:acme te-fl demo. With
+    --compare the exit code is 0 if two sets or more ran and their losses agree; a set that
+    this machine lacks is named and left out.
     """
     # Waiting threads must not spin: next to other work on the machine each step would stall.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -55,10 +55,10 @@ def new_plugin(
         Path, typer.Option(metavar="FOLDER", help="Where to create the package's folder.")
     ] = Path(),
 ) -> None:
-    """Write a package for a vendor: kernels, entry point, README, and a test that passes.
+    """Write a vendor's package, with a test that passes.
 
-    The package is the folder te_fl_NAME. After pip install -e te_fl_NAME, te-fl verify shows
-    that it keeps the contracts.
+    The package is the folder te_fl_NAME: kernels, entry point, README and test. After
+    pip install -e te_fl_NAME, te-fl verify shows that it keeps the contracts.
     """
     vendor = _checked(name)
     module = f"te_fl_{vendor.replace('-', '_')}"

@@ -71,7 +71,7 @@ def tune(
     ] = 1,
     json: Json = False,
 ) -> None:
-    """Measure what the Triton kernels can choose on this device, and keep it in a file.
+    """Measure what Triton kernels can choose, and keep it in a file.
 
     Every candidate is tested against the operator's contract first. The file grows with each
     call that is measured; earlier results stay in it unless they are measured again.
