@@ -207,7 +207,7 @@ def test_values_are_more_than_one_row_has_columns(
     monkeypatch.setattr(quantization, "MOST_VECTORS", 700)
     found = quantization.dequantize(data, scales, factor, format=format)
     assert torch.equal(found, expected)
-    with pytest.raises(NotSupportedError, match="columns are more than a kernel counts"):
+    with pytest.raises(NotSupportedError, match="columns exceed the kernel's limit"):
         quantization.dequantize(
             data.view(1, -1), scales.view(1, -1) if scales.dim() > 1 else scales, factor,
             format=format,

@@ -88,7 +88,7 @@ def _declined(
         return f"the width of heads, also of values, must be one of 8, 16, ... {_WIDEST}"
     widest = max(max(extent(it), it.numel()) for it in (q, k, v))
     if widest > _MOST_ELEMENTS:
-        return f"a tensor spans {widest} elements, more than cuDNN counts, {_MOST_ELEMENTS}"
+        return f"a tensor spans {widest} elements; cuDNN's limit is {_MOST_ELEMENTS}"
     return None
 
 
