@@ -95,7 +95,7 @@ def test_what_ends_a_measuring_process_is_shown(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("script", ["benchmarks/performance_page.py", "docs/generate.py"])
-def test_who_asks_a_generator_for_help_has_nothing_written(script: str) -> None:
+def test_help_of_a_generator_is_shown_and_nothing_else_runs(script: str) -> None:
     done = run(str(BENCHMARKS.parent / script), "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage:")
@@ -246,7 +246,7 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
     assert "* gemm: generic_gemm float8 (M x N x K: 8192x8192x8192" in done.stdout
 
 
-def test_who_reads_the_first_lines_of_the_list_alone_is_shown_no_traceback() -> None:
+def test_a_list_into_a_closed_pipe_shows_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(BENCHMARKS / "ops.py"), "--list"]
@@ -258,7 +258,7 @@ def test_who_reads_the_first_lines_of_the_list_alone_is_shown_no_traceback() -> 
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def run_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs ops.py for rmsnorm_fwd as if there were a GPU; ``row`` stands in for a measured row."""
 
     def ask(row: dict[str, Any], *arguments: str) -> int:
@@ -278,25 +278,25 @@ RESULT = {"us": 1.0, "rate": 1.0, "error_over_allowed": 0.5}
 ROW = {**NO_ROW, "results": {"it": RESULT}, "unit": "GB/s", "dtype": "float32", "roof": "copy"}
 
 
-def test_nothing_measured_is_an_exit_code(asked: Callable[..., int]) -> None:
-    assert (asked(ROW), asked(NO_ROW)) == (0, 1)
+def test_nothing_measured_is_an_exit_code(run_ops: Callable[..., int]) -> None:
+    assert (run_ops(ROW), run_ops(NO_ROW)) == (0, 1)
 
 
 @pytest.mark.parametrize(("error", "off"), [(None, True), (1.5, True), (1.0, False), (0.0, False)])
-def test_who_is_wrong_is_told_beside_the_rate(
-    asked: Callable[..., int], capsys: pytest.CaptureFixture[str], error: float | None, off: bool
+def test_a_result_outside_the_tolerance_is_marked_next_to_its_rate(
+    run_ops: Callable[..., int], capsys: pytest.CaptureFixture[str], error: float | None, off: bool
 ) -> None:
-    asked({**ROW, "results": {"it": {**RESULT, "error_over_allowed": error}}})
+    run_ops({**ROW, "results": {"it": {**RESULT, "error_over_allowed": error}}})
     assert ("it 1 (outside the tolerance)" in capsys.readouterr().out) is off
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(
-    asked: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ops: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "new" / "report.json"
     link = tmp_path / "link.json"
     link.symlink_to(path)
-    assert asked(ROW, "--out", str(link)) == 0
+    assert run_ops(ROW, "--out", str(link)) == 0
     before = path.read_text(encoding="utf-8")
     assert [it["results"] for it in json.loads(before)["rows"]] == [{"it": RESULT}]
     whole = Path.write_text
@@ -307,7 +307,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
-        asked(ROW, "--out", str(path))
+        run_ops(ROW, "--out", str(path))
     assert path.read_text(encoding="utf-8") == before
     assert list(path.parent.iterdir()) == [path]
     assert link.is_symlink()
@@ -331,7 +331,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
         (["--plot", "a.xyz"], "'a.xyz' does not end in .png, .svg or .pdf"),
     ],
 )
-def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(
+def test_wrong_arguments_are_refused_before_a_gpu_is_required(
     arguments: list[str], said: str
 ) -> None:
     done = run(str(BENCHMARKS / "ops.py"), *arguments)
@@ -485,7 +485,7 @@ def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
     assert all(it["error_over_allowed"] <= 1 for it in row["results"].values())
 
 
-def test_candidates_take_turns_where_operations_are_counted(
+def test_compute_bound_candidates_are_measured_in_alternating_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Equal work gets nearly equal times even if each measurement is slower than the last."""
@@ -508,7 +508,7 @@ def test_candidates_take_turns_where_operations_are_counted(
     assert all(abs(it["us"] - middle) <= 1e3 for it in row["results"].values())
 
 
-def test_who_moves_memory_is_done_with_before_the_next_is_made(
+def test_a_memory_bound_candidate_is_measured_before_the_next_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
@@ -528,7 +528,7 @@ def test_who_moves_memory_is_done_with_before_the_next_is_made(
     assert row["rounds"] == 1
 
 
-def test_who_fails_in_a_round_is_left_out_of_those_that_follow(
+def test_a_candidate_that_fails_is_left_out_of_later_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[int] = []
@@ -555,7 +555,7 @@ def test_a_peer_that_is_not_installed_is_named_and_the_others_are_measured(
     assert row["absent"]["quack"].startswith("ModuleNotFoundError")
 
 
-def test_other_bits_than_those_asked_for_are_an_infinite_error() -> None:
+def test_wrong_bits_of_exact_outputs_are_an_infinite_error() -> None:
     workload = WORKLOADS["quantize delayed scaling"]
     sample = sample_of(workload)
     data, scale_inv, *_ = workload.expected(sample)

@@ -21,7 +21,7 @@ def test_the_driver_types_have_the_layout_of_cuda_h() -> None:
 
 
 @pytest.mark.parametrize("first", [(), (0,), (3, 0)], ids=["in order", "one", "two"])
-def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them(
+def test_launch_arguments_are_packed_where_the_kernel_reads_them(
     first: tuple[int, ...],
 ) -> None:
     """The pointers of ``first``, kept in front of the configuration, are found there as well."""

@@ -79,7 +79,7 @@ def test_epochs_begin_again_on_cleared_slots_when_no_slot_could_hold_the_next() 
     assert not other.any()
 
 
-def test_slots_are_no_transforms_and_no_modes() -> None:
+def test_slots_made_inside_a_transform_are_plain_tensors() -> None:
     def gradient(x: torch.Tensor) -> torch.Tensor:
         _exchange.slots_for(CPU, 4, 1)
         return x.sum()
@@ -103,7 +103,7 @@ def test_slots_are_there_for_threads_that_outlive_the_main_one() -> None:
     assert done.stdout == "1\n", done.stderr
 
 
-def test_what_slots_cannot_be_made_for_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_for_slots_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(count: int, device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
@@ -141,12 +141,12 @@ def on_a_stream_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_stream_of_each_thread")
-def test_streams_that_are_others_in_each_thread_keep_no_slots() -> None:
+def test_per_thread_streams_keep_no_slots() -> None:
     assert _memory.keeping_stream(torch.device("cuda", 0)) is None
 
 
 @pytest.mark.usefixtures("on_a_stream_of_each_thread")
-def test_streams_that_are_others_in_each_thread_keep_no_tables_of_lists() -> None:
+def test_per_thread_streams_keep_no_tables_of_lists() -> None:
     tensor = torch.ones(3)
     demand = Demand(("inputs",), lambda device, elements, itemsize: Tiles(32, 32, 32))
     layout = _Layout("op", demand, [[tensor]], lambda numbers, device: torch.tensor(numbers))

@@ -137,7 +137,7 @@ def test_what_a_function_calls_is_what_the_page_says(name: str) -> None:
         assert expected <= said
 
 
-def test_the_support_table_says_who_takes_which_dtype(pages: dict[str, str]) -> None:
+def test_the_support_table_gives_the_dtypes_of_each_implementation(pages: dict[str, str]) -> None:
     table = pages["index.md"].split("## Support")[1]
     heads = re.search(r"^\| operator \| (.*) \|$", table, flags=re.M)
     assert heads is not None

@@ -90,7 +90,7 @@ def test_what_was_not_measured_is_named_with_the_reason() -> None:
     assert "`ImportError: not installed`" in page
 
 
-def test_smaller_copies_stand_beside_the_roof() -> None:
+def test_smaller_copies_are_compared_with_the_roof() -> None:
     report = copy.deepcopy(REPORTS[0][1])
     report["roofs"]["copy"]["value"] = 4000.0
     report["copies"] = [{"bytes": 2**27, "us": 40.0, "fill_us": 50.0}, {"bytes": 2**27, "us": 40.0}]

@@ -41,7 +41,9 @@ def test_every_python_block_runs(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_the_example_is_short_and_shows_who_serves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_is_short_and_shows_the_serving_implementation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     example = _blocks("python")[0]
     assert len(example.splitlines()) <= 15
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})

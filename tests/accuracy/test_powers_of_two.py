@@ -40,7 +40,7 @@ def test_a_unit_in_the_last_place_is_the_distance_of_neighbours(dtype: torch.dty
     assert torch.equal(ulp(values.double(), dtype), following.double() - values.double())
 
 
-def test_nothing_asks_torch_for_them() -> None:
+def test_the_package_does_not_use_torch_ldexp() -> None:
     """Off the current device ``torch.ldexp`` reads wrong memory (pytorch issue 189567)."""
     package = Path(transformer_engine_fl.__file__).parent
     asking = [

@@ -26,7 +26,7 @@ def test_training_lowers_the_loss_on_text_it_has_not_seen(te_fl):
     assert document["tokens_per_second"] > 0
 
 
-def test_counts_who_served_each_operator(te_fl):
+def test_counts_the_calls_of_each_operator_by_implementation(te_fl):
     document = te_fl("demo", "--steps", "2", *CPU, "--json", TE_FL_PREFER="reference").document
     # 4 layers of 2 RMS norms, a final layer norm; 2 steps, one evaluation before and one after
     assert _served(document) == {
@@ -57,7 +57,7 @@ def test_same_seed_same_losses_and_another_seed_others(te_fl):
     assert losses("1") != losses("2")
 
 
-def test_text_ends_with_the_losses_the_speed_and_who_served(te_fl):
+def test_text_ends_with_losses_speed_and_serving_implementations(te_fl):
     ran = te_fl("demo", "--steps", "2", *CPU, TE_FL_PREFER="reference", COLUMNS="80")
     assert "loss on held-out text: 5.5" in ran.out
     assert "tokens per second" in ran.out
@@ -139,7 +139,7 @@ def test_set_that_the_machine_lacks_is_named_and_the_others_decide(te_fl, acme):
     assert "TE_FL_SKIP_CUDA" in cuda["reason"]
 
 
-def test_denied_vendor_is_lacking_even_if_it_is_asked_for(te_fl, acme):
+def test_denied_vendor_is_unavailable_even_if_it_is_named(te_fl, acme):
     ran = te_fl(
         *("demo", "--compare", "reference,acme", "--steps", "1", *CPU, "--json"),
         TE_FL_DENY_VENDORS="acme",
@@ -148,7 +148,7 @@ def test_denied_vendor_is_lacking_even_if_it_is_asked_for(te_fl, acme):
     assert "TE_FL_DENY_VENDORS" in _sets(ran.document)["acme"]["reason"]
 
 
-def test_implementation_that_fails_on_the_way_is_a_failure_and_nobody_steps_in(te_fl, install):
+def test_implementation_that_raises_fails_its_run_without_fallback(te_fl, install):
     install(
         "def register(registry):\n"
         "    from transformer_engine_fl import OpImpl\n"

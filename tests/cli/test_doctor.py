@@ -89,7 +89,7 @@ def test_slips_are_warnings(te_fl):
     assert "did you mean 'nvidia'?" in said
 
 
-def test_a_slip_is_told_once_beside_a_malformed_variable(te_fl):
+def test_an_unknown_variable_is_reported_once_along_with_a_malformed_one(te_fl):
     ran = te_fl("doctor", "--json", TE_FL_PREFFER="flagos", TE_FL_STRICT="maybe")
     said = [it["what"] for it in ran.document["findings"] if "TE_FL_PREFFER" in it["what"]]
     assert len(said) == 1
@@ -134,13 +134,13 @@ def test_a_broken_tuning_file_that_is_passed_over_is_a_warning(te_fl, tmp_path):
     ]
 
 
-def test_a_tuning_path_in_the_home_of_nobody_is_broken_too(te_fl):
+def test_a_tuning_path_in_the_home_of_an_unknown_user_is_broken(te_fl):
     ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH="~no such user/tuning")
     assert ran.code == 1
     assert "no such file or folder '~no such user/tuning'" in _broken(ran)[0]["what"]
 
 
-def test_who_interrupts_it_reads_for_whom_it_waited(te_fl, install):
+def test_an_interruption_names_the_plugin_that_was_loading(te_fl, install):
     install("raise KeyboardInterrupt  # as Ctrl-C does where a plugin hangs\n")
     ran = te_fl("doctor")
     assert (ran.code, ran.out) == (130, "")
@@ -167,7 +167,7 @@ def test_an_implementation_of_a_misspelt_operator_is_a_warning(te_fl, install, m
     assert said.endswith(f"did you mean {meant!r}?")
 
 
-def test_operators_are_told_by_who_serves_them(te_fl):
+def test_operators_are_grouped_by_serving_implementation(te_fl):
     ran = te_fl("doctor", TE_FL_PREFER="reference", TE_FL_PER_OP="gelu=vendor:nobody")
     lines = [" ".join(line.split()) for line in ran.out.splitlines()]
     others = len(CATALOGUE) - 1
@@ -187,7 +187,7 @@ def test_entry_points_of_a_misspelt_group_are_a_warning(te_fl, install, group):
     assert ran.code == 0
 
 
-def test_broken_plugin_is_shown_with_its_traceback_and_harms_no_other(te_fl, install):
+def test_broken_plugin_is_shown_with_its_traceback_and_operators_are_served(te_fl, install):
     install("def register(registry):\n    raise RuntimeError('no licence')")
     ran = te_fl("doctor", "--json")
     assert ran.code == 1
@@ -228,7 +228,7 @@ def test_operator_that_nothing_serves_is_broken(te_fl):
     assert "no implementation serves 'rmsnorm_fwd'" in _broken(ran)[0]["what"]
 
 
-def test_warnings_of_what_has_loaded_are_findings_and_each_is_there_once(te_fl_process, tmp_path):
+def test_warnings_logged_while_loading_are_findings_listed_once(te_fl_process, tmp_path):
     folder = tmp_path / "_zeta"
     (folder / "ops").mkdir(parents=True)
     (folder / "__init__.py").write_text(
@@ -289,7 +289,7 @@ def test_shows_the_compiled_kernels_on_disk_and_clears_them(te_fl, tmp_path):
     assert f"no kernel is cached in {folder.parent}" in out
 
 
-def test_a_cache_that_cannot_be_is_a_warning_and_to_clear_it_a_fault(te_fl, tmp_path):
+def test_an_unwritable_cache_folder_is_a_warning_and_clearing_it_fails(te_fl, tmp_path):
     blocked = tmp_path / "a file, not a folder"
     blocked.write_text("")
     here = {"XDG_CACHE_HOME": str(blocked)}
@@ -301,7 +301,7 @@ def test_a_cache_that_cannot_be_is_a_warning_and_to_clear_it_a_fault(te_fl, tmp_
     assert te_fl("doctor", "--clear-cache", **here).code == 1
 
 
-def test_a_sets_own_folder_that_cannot_be_written_is_told(te_fl, tmp_path, monkeypatch):
+def test_an_unwritable_cache_folder_of_one_set_is_reported(te_fl, tmp_path, monkeypatch):
     sets = tmp_path / "transformer_engine_fl"
     (sets / "other").mkdir(parents=True)
     (sets / "cuda").write_text("")
@@ -316,7 +316,7 @@ def test_a_sets_own_folder_that_cannot_be_written_is_told(te_fl, tmp_path, monke
     assert f"{sets / 'other'} is not a writable folder;" in finding["what"]
 
 
-def test_what_cannot_be_deleted_is_a_fault_of_deleting(te_fl, tmp_path):
+def test_a_cache_entry_that_cannot_be_deleted_fails_the_clearing(te_fl, tmp_path):
     inner = tmp_path / "transformer_engine_fl" / "cuda" / "folder"
     inner.mkdir(parents=True)
     for name in ("before", "from behind"):

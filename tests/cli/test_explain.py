@@ -96,7 +96,7 @@ def test_a_module_in_the_folder_at_hand_is_found_as_python_finds_it(program, saf
     assert (missing in done.stderr) is bool(safe)
 
 
-def test_exit_code_tells_that_nothing_serves(te_fl):
+def test_exit_code_is_1_where_no_implementation_serves(te_fl):
     ran = te_fl("explain", "rmsnorm_fwd", TE_FL_PER_OP="rmsnorm_fwd=vendor:nobody")
     assert ran.code == 1
     assert "no implementation serves" in ran.out

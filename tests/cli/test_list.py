@@ -161,7 +161,7 @@ def test_reasons_are_broken_into_lines_at_spaces(monkeypatch):
     assert lines[-1] == "see its page"
 
 
-def test_a_command_that_is_misspelt_is_told_the_nearest(te_fl):
+def test_the_error_of_a_misspelt_command_suggests_the_nearest(te_fl):
     ran = te_fl("verfy")
     assert ran.code == 2
     assert "Did you mean 'verify'?" in ran.err

@@ -70,7 +70,7 @@ def test_installing_it_is_enough_to_be_served_by_it(style: str, python: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_what_its_readme_says_to_ask_shows_it(
+def test_the_commands_of_its_readme_show_the_new_plugin(
     style: str, packages: dict[str, Path], python: Path
 ) -> None:
     page = (packages[style] / "README.md").read_text()

@@ -74,7 +74,7 @@ def test_a_process_may_die_while_calls_are_handed_out(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("whole_group", [True, False])
-def test_the_end_of_the_program_is_that_of_its_processes(start, whole_group):
+def test_worker_processes_end_with_the_program(start, whole_group):
     program = start("time.sleep", "[0, 600]")
     assert program.stdout.readline() == "(1, None)\n"  # one process is idle now
     os.killpg(program.pid, signal.SIGTERM) if whole_group else program.terminate()

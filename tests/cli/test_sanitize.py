@@ -116,7 +116,7 @@ def names(strided: bool | None = None) -> list[str]:
     ]
 
 
-def test_nothing_found_is_told_with_the_number_of_calls(acme, sanitize):
+def test_a_clean_run_states_the_number_of_calls(acme, sanitize):
     folder = acme()
     ran = sanitize(COLUMNS="80")
     assert ran.code == 0, ran.err
@@ -151,7 +151,7 @@ def test_what_is_uninitialised_is_left_so_for_the_tool_that_looks_for_it(acme, s
     assert sanitize("--every", "100", tool="initcheck").code == 0
 
 
-def test_a_report_is_told_with_its_kernel_and_the_calls_that_provoked_it(acme, sanitize):
+def test_a_report_is_shown_with_its_kernel_and_the_calls_that_caused_it(acme, sanitize):
     both = OUTSIDE.format(thread=1) + OUTSIDE.format(thread=2)
     acme(f"strided and says({both!r})")
     ran = sanitize("--json", SAYS_LAST=SUMMARY.format(2))
@@ -225,7 +225,7 @@ def test_a_call_that_ends_the_process_is_named_and_the_others_are_made(acme, san
     assert finding["said"][0].endswith("an abyss")
 
 
-def test_when_the_time_is_over_it_tells_what_is_known(acme, monkeypatch, sanitize):
+def test_a_run_that_reaches_its_time_limit_reports_its_findings(acme, monkeypatch, sanitize):
     folder = acme(
         f"strided or says({OUTSIDE!r})\n"
         "    if strided:\n"
@@ -250,7 +250,7 @@ def test_when_the_time_is_over_it_tells_what_is_known(acme, monkeypatch, sanitiz
     monkeypatch.undo()
 
 
-def test_no_time_at_all_is_no_proof_and_says_so(acme, sanitize):
+def test_a_time_limit_of_zero_checks_nothing_and_fails(acme, sanitize):
     acme()
     ran = sanitize("--stop-after", "0", COLUMNS="200")
     assert ran.code == 1
@@ -277,7 +277,7 @@ def test_several_processes_make_each_call_once(acme, te_fl):
         ({"SAYS_FIRST": "========= Internal Sanitizer Error: no"}, "Internal Sanitizer Error: no"),
     ],
 )
-def test_what_is_said_of_no_call_is_no_proof(acme, sanitize, variables, said):
+def test_tool_output_that_belongs_to_no_call_fails_the_run(acme, sanitize, variables, said):
     acme()
     ran = sanitize("--every", "100", **variables)
     assert ran.code == 1

@@ -29,7 +29,7 @@ def user(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_machine_without_a_gpu_is_told_so_in_one_line(te_fl, monkeypatch):
+def test_a_machine_without_a_gpu_gives_a_one_line_error(te_fl, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     ran = te_fl("tune")
     assert (ran.code, ran.out) == (1, "")
@@ -111,7 +111,7 @@ def test_the_check_of_a_folder_looks_at_that_alone(te_fl, user, tmp_path):
     assert te_fl("tune", "--check", "--output", str(tmp_path / "mine")).code == 0
 
 
-def test_a_folder_that_is_named_after_no_vendor_is_told(te_fl, user, tmp_path):
+def test_the_check_reports_a_folder_named_after_an_unknown_vendor(te_fl, user, tmp_path):
     mine = tmp_path / "mine"
     for path in (user / "nvidai" / "sm_90.yaml", mine / "nvidai" / "sm_90.yaml"):
         path.parent.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_a_folder_that_is_named_after_no_vendor_is_told(te_fl, user, tmp_path):
     assert te_fl("tune", "--check", "--output", str(mine / "nvidai")).code == 0
 
 
-def test_a_file_that_no_call_reads_is_told(te_fl, user, monkeypatch):
+def test_the_check_reports_files_that_are_never_read(te_fl, user, monkeypatch):
     unread = {
         user / "default.yml": "read there: default.yaml",
         user / "sm_90.yaml": "read there: default.yaml",

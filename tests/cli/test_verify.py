@@ -150,7 +150,7 @@ def test_json_writes_nothing_unless_a_folder_is_given(te_fl, acme, folder):
     assert written["cases"] == document["cases"]
 
 
-def test_a_scorecard_that_cannot_be_written_is_told_all_the_same(te_fl, acme, folder):
+def test_the_verdict_is_shown_even_if_the_scorecard_cannot_be_written(te_fl, acme, folder):
     (folder / "scorecard-vendor.acme.md").mkdir()
     asked = ("verify", "vendor.acme", "--op", "rmsnorm_fwd", "--dtype", "float32")
     ran = te_fl(*asked)
@@ -338,7 +338,7 @@ def test_processes_that_cannot_share_the_cases_are_refused(te_fl, acme, also):
     assert "jobs" in ran.err
 
 
-def test_a_process_that_is_ended_is_told(te_fl, install, folder):
+def test_a_process_that_dies_is_reported(te_fl, install, folder):
     install(
         RAISING.replace('raise RuntimeError("the [kernel] is | gone")', "import os; os._exit(3)")
     )
@@ -348,7 +348,7 @@ def test_a_process_that_is_ended_is_told(te_fl, install, folder):
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_set_of_which_nothing_would_be_asked_does_not_pass(te_fl, install, folder, jobs):
+def test_a_set_that_supports_no_tested_dtype_does_not_pass(te_fl, install, folder, jobs):
     install(RAISING.replace("fn=silu", "fn=silu, supported_dtypes={'float8_e5m2'}"))
     ran = te_fl("verify", "vendor.acme", "--jobs", jobs)
     assert ran.code == 2

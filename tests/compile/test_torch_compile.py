@@ -111,7 +111,7 @@ def test_each_policy_is_compiled_once_and_then_hit(form: Callable[[], Program]) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_who_is_compiled_is_said_as_eager_code_says_who_serves(
+def test_the_selected_implementation_is_logged_as_in_eager_code(
     form: Callable[[], Program], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="TE-FL")
@@ -162,7 +162,7 @@ def test_gradients_of_no_rows_compile_with_dynamic_shapes(function: Program) -> 
         ({"per_op_order": {"rmsnorm_fwd": ["vendor:nobody"]}}, "'rmsnorm_fwd' serves this call"),
     ],
 )
-def test_a_policy_that_leaves_nobody_is_named_as_in_eager_code(
+def test_a_policy_without_candidates_raises_the_same_error_as_in_eager_code(
     policy: dict[str, Any], said: str
 ) -> None:
     x, w = torch.ones(2, 4), torch.ones(4)
@@ -447,7 +447,7 @@ def test_what_declines_in_eager_code_declines_in_compiled_code(
                 run(x, w, 0)
 
 
-def test_a_predicate_is_told_in_compiled_code_of_the_options_that_it_names() -> None:
+def test_a_predicate_receives_the_options_that_it_names_in_compiled_code() -> None:
     def supports(input: Tensor, weight: Tensor, *, eps: float = 1e-5) -> bool | str:
         return True if eps < 1e-3 else "a large eps"
 

@@ -70,7 +70,7 @@ def test_a_number_of_another_library_is_refused_as_none_of_pythons() -> None:
         ops.te_general_grouped_gemm([torch.ones(3, 4)], [x], [numpy.int64(2)])
 
 
-def test_an_integer_beyond_int64_is_told_what_would_be_taken() -> None:
+def test_the_error_of_an_integer_beyond_int64_states_the_valid_range() -> None:
     x = torch.ones(4, 8)
     adam = [[torch.ones(4)] for _ in range(4)]
     beyond = 2**63

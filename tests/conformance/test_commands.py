@@ -97,7 +97,7 @@ def test_the_commands_that_reproduce_a_failure_do_so_alone(vendor: Vendor) -> No
 # ------------------------------------------------------------------------- pytest's part
 
 
-def test_cases_run_beside_a_suite_of_tests_and_by_themselves(vendor: Vendor) -> None:
+def test_cases_run_together_with_other_tests_and_by_themselves(vendor: Vendor) -> None:
     (vendor.folder / "test_own.py").write_text("def test_own():\n    pass\n")
     (vendor.folder / "pytest.ini").write_text(
         "[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n"

@@ -485,7 +485,7 @@ def accumulating(change: Callable[[Tensor, list[Tensor], Tensor], Any]) -> Calla
     ("label", "asked"),
     [("three dimensions, block_128x128", False), ("typical, block_1x128", True)],
 )
-def test_rows_that_share_a_scale_are_not_asked_for_the_same_bits_alone(
+def test_rows_that_share_a_scale_are_not_tested_for_batch_invariance(
     label: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same holds for a sample in three dimensions, which the oracle treats in two."""
@@ -525,7 +525,7 @@ def test_an_operator_that_writes_what_it_declares_passes() -> None:
             "the memory beside its input 'total'",
         ),
     ],
-    ids=["wrong values", "a keyword", "in a list", "a wrong bool", "all wrong", "beside"],
+    ids=["wrong values", "a keyword", "in a list", "a wrong bool", "all wrong", "adjacent memory"],
 )
 def test_writing_anything_else_is_caught(change: Callable[..., Any], words: str) -> None:
     assert_caught(accumulating(change), words, contract=accumulate)

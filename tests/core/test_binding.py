@@ -209,7 +209,7 @@ LATER: dict[str, tuple[Callable[..., Any], dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize(("fn", "kwargs", "expected"), LATER.values(), ids=LATER)
-def test_a_handle_passes_on_to_who_comes_later_just_what_it_is_given(
+def test_a_handle_passes_its_arguments_unchanged_to_a_later_registration(
     fn: Callable[..., Any], kwargs: dict[str, Any], expected: Any
 ) -> None:
     manager = uncontracted(lambda a, *, c, d=4: ("first", c, d))
@@ -265,7 +265,7 @@ def test_every_form_of_signature_can_be_bound(
         assert run(*args, **kwargs) == expected
 
 
-def test_a_callable_that_does_not_tell_its_signature_can_be_bound() -> None:
+def test_a_callable_without_a_readable_signature_can_be_bound() -> None:
     run = uncontracted(torch.add).bind("op")
     assert run(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
 

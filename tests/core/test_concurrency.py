@@ -238,7 +238,7 @@ def test_sixteen_threads_that_come_first_share_one_default_manager(
     assert len({id(it) for it in found}) == 1
 
 
-def test_the_machine_is_asked_once_by_many_threads() -> None:
+def test_many_threads_run_an_availability_probe_once() -> None:
     asked: list[int] = []
 
     def probe() -> bool:
@@ -251,7 +251,7 @@ def test_the_machine_is_asked_once_by_many_threads() -> None:
     assert asked == [1]
 
 
-def test_a_probe_that_imports_what_calls_its_operator_meanwhile_holds_nobody_up(
+def test_a_probe_and_an_import_that_wait_for_each_other_do_not_deadlock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread runs the probe and waits for the module's import lock; the other imports the

@@ -36,7 +36,7 @@ def manager() -> OpManager:
 
 
 @pytest.mark.parametrize("way", ["call", "bind", "resolve", "explain"])
-def test_a_block_decides_who_serves_and_only_inside(manager: OpManager, way: str) -> None:
+def test_a_block_changes_the_selection_only_inside_it(manager: OpManager, way: str) -> None:
     bound = manager.bind("scale")
     ask: Callable[[], Any] = {
         "call": lambda: manager.call("scale", None),
@@ -200,7 +200,7 @@ class _Coroutine:
         (functools.partial(_Coroutine().method), "_Coroutine.method"),
     ],
 )
-def test_what_goes_on_after_its_call_is_not_decorated(
+def test_generators_and_coroutines_are_not_decorated(
     function: Callable[..., Any], name: str
 ) -> None:
     said = f"put a with block inside '{name}' instead"
@@ -278,7 +278,7 @@ def test_equal_blocks_nested_alike_are_one_scope() -> None:
         assert active_scope() is not first
 
 
-def test_a_scope_that_nobody_uses_is_forgotten() -> None:
+def test_a_scope_without_references_is_forgotten() -> None:
     with with_denied_vendors("forgotten"):
         key = active_scope().key
         assert key in ROOT._children

@@ -185,7 +185,7 @@ def test_an_entry_point_that_names_no_module_is_left_out_alone(
 
 
 @pytest.mark.parametrize("metadata", [None, b"", b"\xff\xfe", b"Metadata-Version: 2.1\n"])
-def test_a_plugin_of_a_distribution_with_broken_metadata_harms_nobody(
+def test_a_plugin_of_a_distribution_with_broken_metadata_registers(
     metadata: bytes | None, plugin: Plugin, distribution: Callable[..., None], tmp_path: Path
 ) -> None:
     """An interrupted installation leaves such metadata."""
@@ -201,7 +201,7 @@ def test_a_plugin_of_a_distribution_with_broken_metadata_harms_nobody(
 
 
 @pytest.mark.parametrize("text", [b"[console_scripts]\nacme\n", b"[x]\nna\xefve = acme\n"])
-def test_a_distribution_whose_entry_points_cannot_be_read_harms_no_plugin(
+def test_unreadable_entry_points_of_a_distribution_do_not_affect_other_plugins(
     text: bytes,
     plugin: Plugin,
     distribution: Callable[..., None],
@@ -257,7 +257,7 @@ def test_looking_for_plugins_imports_none(
     assert "entry point acme" in found
 
 
-def test_a_manager_told_not_to_leaves_plugins_alone(
+def test_a_manager_with_plugins_disabled_loads_none(
     plugin: Plugin, modules: Callable[..., None]
 ) -> None:
     modules(plugin("raise AssertionError('imported')"))
@@ -360,7 +360,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("found_by", ["module", "entry point"])
 @pytest.mark.parametrize(("source", "error"), BROKEN.values(), ids=BROKEN)
-def test_a_plugin_that_breaks_is_reported_once_and_harms_no_other(
+def test_a_broken_plugin_is_reported_once_and_the_others_register(
     source: str,
     error: str,
     found_by: str,
@@ -439,7 +439,7 @@ def test_what_breaks_is_named_with_its_file_and_line(
     assert ids(manager) == [f"{good}.one", f"{good}.two"]
 
 
-def test_what_a_plugin_left_out_has_registered_past_its_register_is_named(
+def test_direct_registrations_of_a_plugin_that_is_left_out_are_named(
     plugin: Plugin, modules: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     past = (
@@ -535,7 +535,7 @@ def test_what_breaks_at_the_first_call_is_named_and_the_next_serves(
     assert "torch sees no 'npu' device here" in said
 
 
-def test_what_a_plugin_has_broken_for_many_operators_is_told_once(
+def test_one_broken_module_behind_many_operators_is_reported_once(
     plugin: Plugin, modules: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels = plugin("raise OSError('libacme.so')  # HERE\n")

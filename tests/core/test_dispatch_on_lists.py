@@ -90,7 +90,7 @@ def test_the_first_tensor_of_the_list_chooses(bound: bool) -> None:
         assert run(2.0, parts=parts) == served
 
 
-def test_without_a_tensor_whoever_takes_anything_serves() -> None:
+def test_without_a_tensor_an_implementation_without_conditions_serves() -> None:
     manager = manager_of()
     for _ in range(2):
         assert manager.call("scale_all", 2.0, []) == "reference"

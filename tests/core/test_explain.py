@@ -146,7 +146,7 @@ def test_before_any_tensor_is_seen_conditions_on_one_are_left_open() -> None:
     )
 
 
-def test_an_operator_that_nobody_implements_is_explained() -> None:
+def test_an_operator_without_implementations_is_explained() -> None:
     manager = make_manager()
     decision = manager.explain("scale", StubTensor())
     assert decision.selected is None
@@ -283,7 +283,9 @@ def test_what_the_environment_switches_off_serves_neither_here_nor_in_a_what_if(
     assert served.impl_id == "off"
 
 
-def test_a_switch_that_fails_is_told_and_the_set_is_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_switched_off_that_raises_is_reported_and_disables_the_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken() -> str:
         raise KeyError("HOME")
 

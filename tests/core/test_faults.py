@@ -615,7 +615,7 @@ def test_a_broken_predicate_declines_and_is_no_fault(
     assert not in_quarantine(manager)
 
 
-def test_a_broken_predicate_is_told_once_and_the_callers_mistake_is_not(
+def test_a_broken_predicate_is_warned_of_once_and_a_wrong_call_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(x: Any, factor: float = 2.0, *, mode: str = "plain") -> bool:
@@ -663,7 +663,7 @@ def test_a_predicate_does_not_hide_what_ends_a_call(
     assert kernel.runs == 0
 
 
-def test_a_check_that_breaks_is_no_verdict_and_hides_no_failure() -> None:
+def test_a_contract_check_that_raises_does_not_hide_the_kernels_failure() -> None:
     def check(op: str, x: Any, **arguments: Any) -> None:
         raise RuntimeError("Internal error: this tensor has no sizes")
 
@@ -677,7 +677,7 @@ def test_a_check_that_breaks_is_no_verdict_and_hides_no_failure() -> None:
         manager.call("scale", ones())
 
 
-def test_an_error_without_a_text_is_told_by_its_class() -> None:
+def test_an_error_whose_str_raises_is_reported_by_its_class() -> None:
     def broken(*args: Any, **kwargs: Any) -> bool:
         raise SpeechlessError
 
@@ -747,7 +747,7 @@ def _interrupted(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("field", ["switched_off", "is_available", "supports", "fn"])
 @pytest.mark.parametrize("ended_by", ["SystemExit", "KeyboardInterrupt"])
-def test_what_would_end_the_program_is_an_answer_but_ctrl_c_is_none(
+def test_system_exit_is_an_implementations_failure_but_ctrl_c_is_not(
     ended_by: str,
     field: str,
     tmp_path: Path,

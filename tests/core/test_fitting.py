@@ -150,13 +150,13 @@ def test_a_required_keyword_is_no_misfit_of_a_keyword(fn: Callable[..., Any]) ->
     registered(fn, "gather")
 
 
-def test_a_callable_that_does_not_tell_its_signature_is_refused() -> None:
+def test_a_callable_without_a_readable_signature_is_refused() -> None:
     with pytest.raises(SignatureMismatchError, match="no readable signature; wrap it") as caught:
         registered(torch.add)
     assert "contract       (x: Any" in str(caught.value)
 
 
-def asked_by(supports: Callable[..., Any], op_name: str = "blend") -> OpManager:
+def manager_with_predicate(supports: Callable[..., Any], op_name: str = "blend") -> OpManager:
     registry = OpRegistry(CONTRACTS)
     fn = blend if op_name == "blend" else gather
     registry.register_impl(OpImpl(op_name, "mine", "reference", fn, supports=supports))  # type: ignore[arg-type]
@@ -173,12 +173,12 @@ def asked_by(supports: Callable[..., Any], op_name: str = "blend") -> OpManager:
         (lambda *, x, y: True, "too many positional arguments"),
     ],
 )
-def test_a_predicate_that_no_call_can_be_asked_of_is_refused_at_registration(
+def test_a_predicate_that_fits_no_call_is_refused_at_registration(
     supports: Callable[..., Any], reason: str
 ) -> None:
     """Registered, it would decline every call, and only ``explain`` would say so."""
     with pytest.raises(SignatureMismatchError, match=f"and {reason}\n") as caught:
-        asked_by(supports)
+        manager_with_predicate(supports)
     text = str(caught.value)
     assert text.startswith("blend/mine: supports() is called with the operator's arguments, and ")
     assert "\n  contract   (x: Any, y: Any, alpha: float = 0.5" in text
@@ -197,14 +197,14 @@ def test_a_predicate_that_no_call_can_be_asked_of_is_refused_at_registration(
         ("gather", lambda x, *, index: True),
     ],
 )
-def test_a_predicate_that_the_plainest_call_can_be_asked_of_is_taken(
+def test_a_predicate_that_fits_the_simplest_call_is_accepted(
     op_name: str, supports: Callable[..., Any]
 ) -> None:
     call = ((1, 2), {}) if op_name == "blend" else ((1,), {"index": 2})
-    assert asked_by(supports, op_name).call(op_name, *call[0], **call[1]) is None
+    assert manager_with_predicate(supports, op_name).call(op_name, *call[0], **call[1]) is None
 
 
-ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+PREDICATES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "no option": (lambda x, y: {"x": x, "y": y}, {"x": 1, "y": 2}),
     "by other names": (lambda a, b: {"a": a, "b": b}, {"a": 1, "b": 2}),
     "the first option": (lambda x, y, alpha=0.5: {"alpha": alpha}, {"alpha": 0.25}),
@@ -227,9 +227,9 @@ ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize(("names", "told"), ASKED.values(), ids=ASKED)
-def test_a_predicate_is_told_of_the_options_that_it_names(
-    names: Callable[..., Any], told: dict[str, Any], bound: bool
+@pytest.mark.parametrize(("names", "received"), PREDICATES.values(), ids=PREDICATES)
+def test_a_predicate_receives_the_options_that_it_names(
+    names: Callable[..., Any], received: dict[str, Any], bound: bool
 ) -> None:
     asked: list[dict[str, Any]] = []
 
@@ -238,19 +238,19 @@ def test_a_predicate_is_told_of_the_options_that_it_names(
         asked.append(names(*args, **kwargs))
         return True
 
-    manager = asked_by(supports)
+    manager = manager_with_predicate(supports)
     run = manager.bind("blend") if bound else functools.partial(manager.call, "blend")
     run(1, 2, 0.25, 3, mode="sum", scale=2.0)
-    assert asked == [told]
-    if not bound and "rest" not in told:
+    assert asked == [received]
+    if not bound and "rest" not in received:
         asked.clear()
         run(1, y=2, alpha=0.25, beta=3, mode="sum", scale=2.0)
-        assert asked == [told]
+        assert asked == [received]
         assert manager.explain("blend", 1, 2, 0.25, beta=3, mode="sum", scale=2.0).selected
-        assert asked == [told] * 2
+        assert asked == [received] * 2
 
 
-def test_an_option_that_is_not_taken_declines_before_the_predicate_is_asked() -> None:
+def test_an_unsupported_option_declines_before_the_predicate_is_called() -> None:
     asked: list[Any] = []
     registry = OpRegistry(CONTRACTS)
     registry.register_many(
@@ -395,7 +395,7 @@ def test_the_default_of_an_option_that_is_not_named_is_supported_and_not_passed_
     assert run(*args, **kwargs) == first(1, 2)
 
 
-def test_if_nobody_takes_an_option_the_error_names_it() -> None:
+def test_the_error_names_an_option_that_no_implementation_supports() -> None:
     manager = two(narrow, swallowing)
     with pytest.raises(NoImplementationError) as caught:
         manager.call("blend", 1, 2, mode="sum")
@@ -440,7 +440,7 @@ SURPLUS: list[tuple[Any, ...]] = [(1, 2, 0.5, None, "mean"), (1, 2, 0.5, None, "
 
 @pytest.mark.parametrize("args", SURPLUS)
 @pytest.mark.parametrize("first", [narrow, swallowing])
-def test_a_surplus_positional_argument_is_the_callers_mistake_whoever_serves(
+def test_a_surplus_positional_argument_is_an_argument_error_for_any_candidate(
     first: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     manager = two(first)

@@ -290,7 +290,7 @@ def test_a_child_of_a_fork_while_the_reader_of_policy_files_was_imported_can_rea
     assert in_child(lambda: get_policy().prefer) == "reference"
 
 
-def test_a_child_of_a_fork_while_the_machine_was_asked_can_ask_it_again(
+def test_a_child_of_a_fork_during_an_availability_probe_can_probe_again(
     elsewhere: Callable[[Callable[[], object]], None],
 ) -> None:
     begun = threading.Event()
@@ -329,7 +329,7 @@ def test_a_plugin_may_fork_while_it_registers(
     assert time.monotonic() - start < PATIENCE
 
 
-def test_an_implementation_may_fork_and_call_while_it_is_asked_whether_it_is_available() -> None:
+def test_an_availability_probe_may_fork_and_call_operators_in_the_child() -> None:
     """Neither the child nor the parent hangs."""
     answers = []
 

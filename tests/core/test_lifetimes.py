@@ -62,7 +62,7 @@ LIVES: dict[str, Callable[[OpManager], object]] = {
 
 
 @pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
-def test_a_manager_that_nobody_refers_to_is_collected(live: Callable[[OpManager], object]) -> None:
+def test_a_manager_without_references_is_collected(live: Callable[[OpManager], object]) -> None:
     registry = OpRegistry({"scale": SCALE})
     registry.register_impl(impl("only"))
     registry.register_impl(impl("only", op_name="guarded", devices=("cpu",)))
@@ -75,7 +75,7 @@ def test_a_manager_that_nobody_refers_to_is_collected(live: Callable[[OpManager]
     assert registry.get_implementations("scale"), "its registry lives on"
 
 
-def test_neither_a_registry_nor_the_policy_keeps_or_troubles_what_is_gone() -> None:
+def test_a_registry_and_the_policy_outlive_collected_managers() -> None:
     registry = OpRegistry({"scale": SCALE})
     for _ in range(3):
         OpManager(registry, builtins=False, plugins=False).ensure_initialized()

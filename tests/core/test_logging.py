@@ -159,7 +159,7 @@ def test_a_wrong_level_is_an_error_at_the_first_call(monkeypatch: pytest.MonkeyP
         make_manager(*one_of_each()).call("scale", StubTensor())
 
 
-def test_a_level_that_the_variable_no_longer_asks_for_is_taken_back(
+def test_a_level_is_reset_when_its_variable_is_unset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TEFL_LOG_LEVEL", "DEBUG")

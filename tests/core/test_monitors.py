@@ -25,7 +25,7 @@ REFUSED = re.compile(
 
 @pytest.mark.parametrize("op_name", ["scale", "scale_"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_monitor_that_raises_ends_no_call_and_is_told_of_once(
+def test_a_monitor_that_raises_ends_no_call_and_is_warned_of_once(
     route: str,
     op_name: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,7 +76,7 @@ def test_a_monitor_may_be_interrupted() -> None:
     assert told == ["scale"]
 
 
-def test_monitors_are_not_told_of_what_a_monitor_calls(caplog: pytest.LogCaptureFixture) -> None:
+def test_operators_that_a_monitor_calls_are_not_monitored(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise a monitor that calls an operator would be called for it, without end."""
     kernel = Kernel()
     manager = world("scale", kernel)
@@ -94,7 +94,7 @@ def test_monitors_are_not_told_of_what_a_monitor_calls(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-def test_monitors_are_told_of_what_an_implementation_calls() -> None:
+def test_operators_that_an_implementation_calls_are_monitored() -> None:
     manager = world("scale", Kernel())
 
     def composed(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:

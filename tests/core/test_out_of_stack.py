@@ -51,7 +51,7 @@ def endless(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
 @pytest.mark.parametrize("guarded", GUARDS)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", [hungry, wrapping])
-def test_what_the_caller_left_no_stack_for_is_raised_and_nobody_is_blamed(
+def test_a_call_without_stack_left_raises_and_quarantines_nothing(
     kernel: Callable[..., Any],
     route: str,
     guarded: bool,
@@ -78,7 +78,7 @@ def test_one_that_recurses_without_end_is_at_fault_itself() -> None:
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
 
 
-def test_a_fault_while_the_caller_deals_with_a_full_stack_is_a_fault() -> None:
+def test_a_failure_in_the_callers_handler_of_a_recursion_error_is_a_fault() -> None:
     second = Kernel()
     manager = world("scale", Kernel(lambda: KernelError("no image")), second)
 
@@ -93,7 +93,7 @@ def test_a_fault_while_the_caller_deals_with_a_full_stack_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize("field", ["supports", "is_available", "switched_off"])
-def test_a_question_that_the_caller_left_no_stack_for_is_asked_again(field: str) -> None:
+def test_a_check_that_the_caller_left_no_stack_is_repeated_at_the_next_call(field: str) -> None:
     def answer(*args: Any, **kwargs: Any) -> Any:
         climb(2 * LEFT)
         return None if field == "switched_off" else True

@@ -175,7 +175,7 @@ def test_a_malformed_value_is_named_with_what_is_valid(
         assert "did you mean" not in message
 
 
-def test_a_vendor_where_a_switch_is_meant_is_told_the_variable_for_it() -> None:
+def test_the_error_of_a_vendor_as_a_switch_names_the_right_variable() -> None:
     with pytest.raises(ConfigurationError, match="for one vendor: TE_FL_PREFER=vendor:nvidia"):
         parse_environment({"TE_FL_PREFER_VENDOR": "nvidia"})
 
@@ -188,7 +188,7 @@ def test_a_vendor_where_a_switch_is_meant_is_told_the_variable_for_it() -> None:
         ("TE_FL_DENY_VENDORS", "nvidia,vendor:acme", "; write 'acme', without 'vendor:'"),
     ],
 )
-def test_a_vendor_that_is_written_as_elsewhere_is_told_how_here(
+def test_the_error_of_a_vendor_written_wrongly_shows_the_right_form(
     variable: str, text: str, meant: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -259,7 +259,7 @@ def test_a_policy_file_may_begin_with_a_byte_order_mark(policy_file: WriteFile) 
     assert str(parse_environment(environ).policy.prefer) == "reference"
 
 
-def test_a_policy_file_in_another_encoding_is_told_what_to_be(tmp_path: Path) -> None:
+def test_the_error_of_a_policy_file_in_another_encoding_names_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_text('prefer = "vendor"\n', encoding="utf-16")
     with pytest.raises(ConfigurationError, match=r"policy\.toml: it is not UTF-8 .*; save it"):

@@ -77,7 +77,7 @@ def test_the_same_implementation_serves_other_operators_and_other_managers() -> 
 
 @pytest.mark.parametrize("guarded", GUARDS)
 @pytest.mark.parametrize("route", ROUTES)
-def test_there_is_one_warning_and_it_says_who_failed_why_and_who_served(
+def test_one_warning_names_the_failure_its_reason_and_the_fallback(
     route: str,
     guarded: bool,
     caplog: pytest.LogCaptureFixture,
@@ -118,7 +118,7 @@ UNUSUAL: dict[str, Callable[[Callable[[torch.Tensor], Any]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_a_fault_on_an_unusual_tensor_sets_nobody_aside(
+def test_a_fault_on_an_unusual_tensor_quarantines_nothing(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = world("scale", Unwell(), Kernel())
@@ -212,7 +212,7 @@ def test_the_last_one_that_is_left_is_not_set_aside(op_name: str) -> None:
     manager.call(op_name, ones())
 
 
-def test_who_failed_while_it_was_writing_is_not_said_to_serve() -> None:
+def test_a_partial_mutation_error_names_the_next_implementation() -> None:
     manager = world("scale_", Unwell(), Kernel())
     with pytest.raises(PartialMutationError) as caught:
         manager.call("scale_", ones())
@@ -225,14 +225,14 @@ def test_who_failed_while_it_was_writing_is_not_said_to_serve() -> None:
     assert manager.explain("scale_", ones()).verdicts[0].reason.endswith("reset_quarantine()")
 
 
-def test_the_only_one_that_failed_while_it_was_writing_is_told_to_be_tried_again() -> None:
+def test_the_error_of_the_only_candidate_says_that_it_is_used_again() -> None:
     with pytest.raises(PartialMutationError) as caught:
         world("scale_", Unwell()).call("scale_", ones())
     assert "The next call like this will use 'impl.0' again" in str(caught.value)
     assert "'impl.0' serves" not in str(caught.value)
 
 
-def test_what_failed_first_is_told_when_the_next_one_ends_the_call(
+def test_an_error_that_ends_the_call_notes_the_failure_before_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager = world("scale", Unwell(), Kernel(torch.OutOfMemoryError), Kernel())
@@ -248,7 +248,7 @@ def test_what_failed_first_is_told_when_the_next_one_ends_the_call(
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
 
 
-def test_a_failure_that_sets_nobody_aside_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_without_quarantine_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     class Fickle(Unwell):
         def __call__(self, x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
             self.runs += 1

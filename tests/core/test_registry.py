@@ -134,7 +134,7 @@ def test_a_source_that_two_register_at_once_is_registered_by_the_first(
     assert ids(registry) == ["quick"]
 
 
-def test_an_unknown_implementation_is_told_the_nearest(registry: OpRegistry) -> None:
+def test_the_error_of_an_unknown_implementation_suggests_the_nearest(registry: OpRegistry) -> None:
     registry.register_many([impl("vendor.acme", "vendor"), impl("reference.torch")])
     with pytest.raises(UnknownOperatorError, match=r"did you mean 'vendor\.acme'") as caught:
         registry.get_implementation("scale", "vendor.acne")
@@ -148,7 +148,9 @@ def test_an_unknown_implementation_is_told_the_nearest(registry: OpRegistry) -> 
 @pytest.mark.parametrize(
     ("asked", "nearest"), [("scael", "scale"), ("Scale", "scale"), ("fused_scal", "fused_scale")]
 )
-def test_an_unknown_operator_is_told_the_nearest(ask: str, asked: str, nearest: str) -> None:
+def test_the_error_of_an_unknown_operator_suggests_the_nearest(
+    ask: str, asked: str, nearest: str
+) -> None:
     manager = make_manager(impl("first"))
     with pytest.raises(UnknownOperatorError, match=f"'{asked}'; did you mean '{nearest}'"):
         getattr(manager, ask)(asked)
@@ -161,7 +163,7 @@ def test_an_operator_that_is_not_named_by_text_is_refused(ask: str) -> None:
         getattr(manager, ask)(next(iter(manager.registry.contracts.values())))
 
 
-def test_an_unknown_operator_of_a_namespace_is_told_the_nearest_there() -> None:
+def test_the_error_of_an_unknown_operator_suggests_one_of_its_namespace() -> None:
     manager = make_manager(impl("first"), impl("mine", op_name="aten::tanh", fn=identity))
     with pytest.raises(
         UnknownOperatorError, match=r"did you mean 'aten::tanh'.*1 are known in 'at"
@@ -384,7 +386,7 @@ def test_a_name_that_a_set_has_not_got_from_the_catalogue_is_refused(
     assert registry.list_operators() == ()
 
 
-def test_a_stand_in_gives_way_to_who_comes_under_its_id() -> None:
+def test_a_stand_in_is_replaced_by_a_registration_with_its_id() -> None:
     registry = OpRegistry(contracts={})
     common = {"op_name": "op", "impl_id": "vendor.acme", "kind": "reference"}
     registry.register_impl(OpImpl(**common, fn=lambda x: 1, stand_in=True))  # type: ignore[arg-type]

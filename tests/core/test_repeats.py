@@ -158,7 +158,7 @@ def test_calls_that_take_turns_are_tried_once_each(way: Way) -> None:
     assert tried == [1.0, 2.0, 2.0, 1.0]
 
 
-def test_what_was_not_approved_here_is_not_asked(way: Way) -> None:
+def test_a_repeat_that_the_manager_did_not_approve_is_not_used(way: Way) -> None:
     """An implementation may have served its last call, on other tensors, outside this manager."""
     fn, calls = remembering()
     first, second = way(manager_of(fn)), way(manager_of(fn))
@@ -170,7 +170,7 @@ def test_what_was_not_approved_here_is_not_asked(way: Way) -> None:
     assert calls.repeated == 2  # the second and third call, with X
 
 
-def test_who_serves_other_tensors_is_asked_for_its_own_last_call(way: Way) -> None:
+def test_each_implementation_repeats_its_own_last_call(way: Way) -> None:
     manager = make_manager(
         *(
             impl(f"vendor.{dtype}", "vendor", fn=remembering()[0], supported_dtypes=(dtype,))
@@ -221,7 +221,7 @@ def test_a_failure_of_a_repeated_call_is_one_of_its_implementation(way: Way) -> 
     assert manager.call("scale", X) == "remembered plain"
 
 
-def test_a_failure_after_a_question_is_judged_once(way: Way) -> None:
+def test_a_failure_after_a_repeat_lookup_is_judged_once(way: Way) -> None:
     fn, calls = remembering()
     manager = manager_of(fn)
     call = way(manager)
@@ -240,7 +240,7 @@ def test_a_failure_after_a_question_is_judged_once(way: Way) -> None:
     assert key.impl_id == "vendor.acme"
 
 
-def test_a_failed_question_is_not_a_failure_of_who_serves_the_call(way: Way) -> None:
+def test_a_failed_repeat_lookup_is_not_a_failure_of_what_serves_the_call(way: Way) -> None:
     fn, calls = remembering()
     manager = manager_of(fn)
     call = way(manager)
@@ -260,7 +260,7 @@ def test_a_failed_question_is_not_a_failure_of_who_serves_the_call(way: Way) -> 
     assert not manager.quarantine.held()
 
 
-def test_a_failed_question_is_no_reason_for_what_fails_after_it(way: Way) -> None:
+def test_a_failed_repeat_lookup_is_not_the_cause_of_a_later_failure(way: Way) -> None:
     def broken(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
         raise RuntimeError("no such kernel")
 
@@ -313,7 +313,7 @@ def test_a_monitor_hears_of_repeated_calls() -> None:
 
 
 @pytest.mark.parametrize("ends", ["found", "missed", "raised"])
-def test_parameters_named_like_words_of_dispatch_reach_the_function_that_is_asked(
+def test_parameters_named_like_locals_of_dispatch_reach_the_function(
     ends: str,
 ) -> None:
     def op(_last: Any, _found: Any, _MISS: Any = 3, *, _served: Any = 4, _repeats: Any = 5) -> Any:

@@ -140,7 +140,7 @@ def test_what_the_policy_rejects_is_not_the_first_candidate() -> None:
 
 
 @pytest.mark.parametrize("source", ["TE_FL_STRICT", "set_global_policy"])
-def test_every_source_of_the_policy_can_ask_for_it(
+def test_the_environment_and_the_global_policy_can_require_strict_mode(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel()

@@ -79,7 +79,7 @@ def test_tails_of_elementwise_tensors(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 96, 1000, 5003, 14336])
-def test_gated_rows_that_lie_apart(columns: int, dtype: torch.dtype) -> None:
+def test_gated_activations_of_strided_rows(columns: int, dtype: torch.dtype) -> None:
     x = values(37, 2 * columns + 24, dtype=dtype, seed=3)[:, 8 : 2 * columns + 8]
     grad = values(37, columns + 3, dtype=dtype, seed=4)[:, :columns]
     check("swiglu", x)

@@ -61,7 +61,7 @@ def test_what_cudnn_does_not_do_is_left_to_others(
 
 
 @pytest.mark.parametrize("far", range(3))
-def test_what_lies_behind_32_bits_is_left_to_others(far: int) -> None:
+def test_strides_beyond_32_bits_are_declined(far: int) -> None:
     args = list(heads())
     behind = torch.empty(2**31 + 1024, dtype=LOW)  # its pages are never touched
     args[far] = behind.as_strided((2, 16, 4, 16), (2**31, 64, 16, 1))
@@ -150,7 +150,7 @@ def test_values_of_many_sizes(s: int, h: int, h_kv: int, d: int, mask: str) -> N
 
 
 @pytest.mark.gpu
-def test_a_gradient_that_lies_otherwise_than_the_one_before_counts_as_it_lies() -> None:
+def test_a_gradient_with_other_strides_than_the_one_before_is_read_right() -> None:
     q, k, v = (on_cuda(2, 256, 4, 64, seed=i) for i in range(3))
     out, lse = attention.fused_attn_fwd(q, k, v)
     dout = on_cuda(2, 256, 4, 64, seed=3)

@@ -230,12 +230,12 @@ def test_without_a_home_kernels_are_compiled_and_not_kept(
     caplog: pytest.LogCaptureFixture,
     compiled: list[Specialisation],
 ) -> None:
-    def nobody(uid: int) -> None:
+    def unknown_user(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
     monkeypatch.setattr(_compile.CACHE, "_warned", False)
     monkeypatch.setattr(logging.getLogger("TE-FL"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="TE-FL"):

@@ -285,7 +285,7 @@ def test_the_families_whose_kernels_start_early_are_known() -> None:
 
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", sorted(DEPENDENT))
-def test_what_the_kernel_before_writes_is_neither_read_nor_overwritten_early(
+def test_dependent_launches_access_no_earlier_output_before_their_wait(
     family: str, dump: Dump
 ) -> None:
     sources = _dependent(family)
@@ -314,7 +314,7 @@ def test_a_sum_that_is_read_again_is_written_whole_and_first(dump: Dump) -> None
 
 
 @pytest.mark.usefixtures("compiler", "cache")
-def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -> None:
+def test_rows_of_a_cluster_do_not_wait_for_stores_of_earlier_rows(dump: Dump) -> None:
     """A cluster's barrier is a fence for all earlier stores, a join is not."""
     same = (torch.bfloat16,) * 4
     forward = ForwardKey(131_072, 8, *same, True, False)

@@ -16,7 +16,7 @@ MISSING = cuda_emulation.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-def test_assembly_stands_only_where_the_emulation_has_something_in_its_place() -> None:
+def test_inline_assembly_is_used_only_where_the_emulation_replaces_it() -> None:
     assert cuda_emulation.uses_assembly() == []
 
 

@@ -139,7 +139,7 @@ def test_float32_is_not_multiplied_as_tf32(monkeypatch: pytest.MonkeyPatch) -> N
         gemm.generic_gemm(matrix(32, 48, FULL), matrix(16, 48, FULL))
 
 
-def test_torch_is_asked_about_tf32_by_its_own_switch() -> None:
+def test_the_use_of_tf32_follows_torchs_matmul_precision() -> None:
     assert not uses_tf32()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

@@ -173,7 +173,7 @@ def test_rows_that_begin_anywhere(columns: int, off: int, device: str) -> None:
     check_both(logits[:, off : off + columns], target.clamp(max=columns - 1))
 
 
-def test_where_a_row_lies_does_not_change_its_bits(device: str) -> None:
+def test_the_alignment_of_a_row_does_not_change_its_bits(device: str) -> None:
     logits, target = made(6, 5003, device)
     logits[1:] = logits[0]
     target.fill_(17)

@@ -191,7 +191,7 @@ def test_badly_aligned_memory_is_read_in_smaller_pieces(
     assert access_width(8, *parts) == access
 
 
-def test_rows_that_lie_apart_evenly_are_not_copied() -> None:
+def test_rows_with_a_constant_stride_are_not_copied() -> None:
     storage = torch.arange(4 * 6 * 10.0)
     padded = storage.view(4, 6, 10)[..., :8]
     assert dense_rows(padded) == (padded, 10)
@@ -204,7 +204,7 @@ def test_rows_that_lie_apart_evenly_are_not_copied() -> None:
         assert torch.equal(copy, value)
 
 
-def test_the_split_of_a_row_does_not_depend_on_where_it_lies() -> None:
+def test_the_split_of_a_row_does_not_depend_on_its_alignment() -> None:
     low = torch.bfloat16
     shapes = []
     for access in (8, 4, 1):
@@ -478,7 +478,7 @@ def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: 
     ("columns", "late", "stages", "exchange"),
     [(32768, 0, 2, 0), (65536, 1, 3, 0), (131072, 1, 3, 1), (262144, 0, 2, 0)],
 )
-def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
+def test_the_stages_of_wide_rows_in_a_backward_with_a_residual(
     columns: int, late: int, stages: int, exchange: int
 ) -> None:
     _, defines = backward_kernel(columns, False, added=True)
@@ -522,7 +522,7 @@ def test_which_clusters_exchange_without_a_barrier(
         (False, True, BLACKWELL, (256, 4)),  # shared memory has no room for two such rows
     ],
 )
-def test_who_shares_a_row_of_32768_columns(
+def test_which_threads_and_blocks_share_a_row_of_32768_columns(
     centred: bool, added: bool, limits: _launch.Limits, team: tuple[int, int]
 ) -> None:
     low = torch.bfloat16
@@ -627,7 +627,7 @@ def test_which_rows_wait_in_the_shared_memory_of_small_blocks(
 
 @pytest.mark.parametrize("columns", [16384, 32768, 65536])
 @pytest.mark.parametrize("other", ["residual", "float32", "cast", "narrow"])
-def test_only_plain_rows_of_half_precision_wait_so(
+def test_only_plain_rows_of_half_precision_wait_in_shared_memory(
     monkeypatch: pytest.MonkeyPatch, columns: int, other: str
 ) -> None:
     low = torch.bfloat16
@@ -645,7 +645,9 @@ def test_only_plain_rows_of_half_precision_wait_so(
 
 
 @pytest.mark.parametrize(("columns", "streamed"), [(65536, False), (65544, True)])
-def test_a_residual_leaves_65536_columns_to_a_group(columns: int, streamed: bool) -> None:
+def test_rows_of_65536_columns_with_a_residual_are_not_streamed(
+    columns: int, streamed: bool
+) -> None:
     low = torch.bfloat16
     key = normalization.ForwardKey(columns, 8, low, low, low, low, False, False, True)
     kernel = normalization.forward_source(key, HOPPER, through_memory=False)[0].kernel
@@ -766,7 +768,7 @@ def _cast(kind: str) -> normalization.Cast:
         ("mxfp8", 32768, "added", (512, 4, 2, 1, 8)),
     ],
 )
-def test_which_rows_that_are_cast_follow_each_other(
+def test_which_rows_that_are_cast_are_streamed(
     kind: str, columns: int, norm: str, spread: tuple[int, ...] | None
 ) -> None:
     low = torch.bfloat16

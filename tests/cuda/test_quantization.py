@@ -79,7 +79,7 @@ def test_transposed_rows_begin_anywhere(format: str, rows: int, device: str) -> 
 
 
 @pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
-def test_rows_that_lie_apart_and_begin_anywhere(format: str, device: str) -> None:
+def test_strided_rows_of_any_alignment(format: str, device: str) -> None:
     memory = values(70, 300).to(device)
     for first, columns in ((1, 256), (4, 256), (8, 287)):
         x = memory[:, first : first + columns]
@@ -143,7 +143,7 @@ def test_scales_that_many_tiles_stage(
 
 
 @pytest.mark.parametrize("columns", [24, 520])
-def test_sums_over_many_rows_beside_the_cast(columns: int, device: str) -> None:
+def test_bias_gradients_over_many_rows_along_with_the_cast(columns: int, device: str) -> None:
     x = values(1500, columns).to(device)
     for options in ({}, BOTH_WAYS):
         bias_grad, *found = quantization.bgrad_quantize(x, format="mxfp8", **options)
@@ -199,7 +199,7 @@ def test_the_first_dimensions_change_places(inner: int, dtype: torch.dtype, devi
 
 
 @pytest.mark.parametrize("format", ["per_tensor", "mxfp8", "nvfp4"])
-def test_values_are_more_than_one_row_has_columns(
+def test_only_a_single_row_beyond_the_limit_of_columns_is_declined(
     format: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, scales, _, factor, *_ = quantization.quantize(values(5, 512).to(device), format=format)

@@ -168,7 +168,7 @@ def test_modes_see_every_allocation(mode: Callable[[], TorchDispatchMode]) -> No
         assert not _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
 
 
-def test_so_do_modes_that_another_thread_entered() -> None:
+def test_modes_that_are_active_in_another_thread_prevent_a_repeat_there() -> None:
     """In autograd's threads the modes of the forward's thread are active."""
     x, gamma = _rows(), torch.ones(64)
     _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
@@ -438,7 +438,7 @@ def test_a_full_memory_of_plans_forgets_no_call(monkeypatch: pytest.MonkeyPatch)
     assert _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
 
 
-def test_nobody_waits_for_a_thread_that_watches() -> None:
+def test_a_call_does_not_wait_for_a_thread_that_watches_another() -> None:
     x, gamma = _rows(), torch.ones(64)
     for _ in range(_repeats.CALLS_BEFORE - 1):
         normalization.rmsnorm_fwd(x, gamma)
@@ -513,7 +513,9 @@ OTHER = torch.zeros(4)
         _moves_an_argument,
     ],
 )
-def test_what_does_not_follow_from_a_look_is_never_repeated(does: Callable[..., Any]) -> None:
+def test_operators_whose_effects_the_guard_does_not_cover_are_never_repeated(
+    does: Callable[..., Any],
+) -> None:
     times = []
 
     @_repeats.repeating
@@ -596,7 +598,7 @@ def test_a_variable_switches_repeating_off(monkeypatch: pytest.MonkeyPatch) -> N
     assert _repeats.tensor_guard([torch.ones(3)]) is None
 
 
-def test_a_look_sees_all_but_where_tensors_are_and_what_they_hold() -> None:
+def test_a_tensor_guard_compares_all_but_addresses_and_values() -> None:
     alike = _repeats.tensor_guard([torch.ones(3, 4), torch.nn.Parameter(torch.ones(2))])
     assert alike
     first, second = torch.zeros(3, 4), torch.nn.Parameter(torch.zeros(2))

@@ -77,7 +77,7 @@ def test_cosines_and_sines_of_angles_of_every_size(most: float, device: str) -> 
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_an_angle_beyond_the_largest_and_those_beside_it(interleaved: bool, device: str) -> None:
+def test_angles_beyond_the_largest_and_their_neighbours(interleaved: bool, device: str) -> None:
     freqs = table(6, 32, device)
     places = torch.arange(0, 6 * 32, 7, device=device)
     freqs.view(-1)[places] = torch.logspace(6.4, 30, len(places)).to(device)

@@ -161,7 +161,7 @@ def test_keys_hidden_by_a_bias_before_those_that_are_seen(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # in the interpreter
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off_by_one"])
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
-def test_a_query_that_is_nan_shows(mask: str, softmax_type: str, device: str) -> None:
+def test_a_nan_query_gives_a_nan_output(mask: str, softmax_type: str, device: str) -> None:
     """A maximum ignores NaN, but no maximum must not be taken for no visible key."""
     q, k, v = tokens(device)
     q[:, 3] = torch.nan
@@ -178,7 +178,7 @@ def of_the_highest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_query_with_scores_that_float32_tells_apart_by_thousands_is_not_one_without_keys(
+def test_a_query_with_scores_of_coarse_spacing_is_not_taken_for_one_without_keys(
     dtype: torch.dtype, device: str
 ) -> None:
     """If its weights are lost, the output is NaN; on a GPU a fused multiply-add loses them."""

@@ -38,8 +38,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Arguments of Hopper's forward, on a device that passes for Hopper; nothing is launched."""
     calls: list[tuple[Any, ...]] = []
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *told: Any) -> tuple[Tensor, Tensor]:
-        calls.append(told)
+    def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(options)
         return q, k
 
     limits = _launch.Limits(132, 232_448, 32, 65_536, 90)
@@ -53,7 +53,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "told"),
+    ("kwargs", "options"),
     [
         ({}, ("bshd", False)),
         (CAUSAL, ("bshd", True, True)),
@@ -65,13 +65,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ],
 )
 def test_plain_attention_goes_to_the_kernels_for_hopper(
-    kwargs: dict[str, Any], told: tuple[Any, ...], taken: list[tuple[Any, ...]]
+    kwargs: dict[str, Any], options: tuple[Any, ...], taken: list[tuple[Any, ...]]
 ) -> None:
     qkv_format = kwargs.get("qkv_format", "bshd")
     flagos.fused_attn_fwd(*tokens(qkv_format=qkv_format), **kwargs)
     ((scale, *rest),) = taken
     assert scale == kwargs.get("scale", 128**-0.5)
-    assert tuple(rest)[: len(told)] == told
+    assert tuple(rest)[: len(options)] == options
 
 
 def test_more_queries_than_its_kernels_count_are_declined_backward() -> None:
@@ -124,7 +124,7 @@ def test_other_gpus_have_the_portable_kernels(
     assert taken == []
 
 
-def test_what_cannot_be_loaded_as_it_lies_is_copied() -> None:
+def test_only_tensors_that_tma_cannot_load_are_copied() -> None:
     dense = torch.arange(2 * 3 * 4 * 64, dtype=torch.bfloat16).view(2, 3, 4, 64)
     assert hopper._loadable("fused_attn_fwd", dense) is dense
     assert hopper._loadable("fused_attn_fwd", dense[:, 1:]).data_ptr() == dense[:, 1:].data_ptr()
@@ -190,7 +190,7 @@ def test_a_single_key_has_all_the_weight_on_hopper(width: int, on_hopper: list[s
 
 
 @pytest.mark.gpu
-def test_a_query_that_is_nan_shows_on_hopper(on_hopper: list[str]) -> None:
+def test_a_nan_query_gives_a_nan_output_on_hopper(on_hopper: list[str]) -> None:
     q, k, v = tokens(device="cuda")
     q[:, 3] = torch.nan
     check("fused_attn_fwd", q, k, v, **CAUSAL)
@@ -231,7 +231,7 @@ def test_more_tiles_than_multiprocessors_on_hopper(on_hopper: list[str]) -> None
 
 
 @pytest.mark.gpu
-def test_tensors_that_cannot_be_loaded_as_they_lie_on_hopper(on_hopper: list[str]) -> None:
+def test_tensors_with_strides_that_tma_cannot_load_on_hopper(on_hopper: list[str]) -> None:
     q, k, v = (torch.nn.functional.pad(it, (0, 1))[..., :-1] for it in tokens(device="cuda"))
     check_both(q, k, v)
     assert on_hopper == ["forward", "backward"]

@@ -84,7 +84,7 @@ def test_the_sum_of_an_lse_with_infinities_and_nan(kind: torch.dtype, device: st
     assert torch.allclose(lse[0, len(one) :].cpu(), expected, rtol=1e-6, equal_nan=True)
 
 
-def test_a_share_that_is_nan_shows(device: str) -> None:
+def test_a_nan_share_gives_a_nan_output(device: str) -> None:
     bounds, infinite = offsets([2], device), torch.full((1, 2), torch.inf, device=device)
     out, step = torch.ones(2, 1, 4, device=device), torch.ones(2, 1, 4, device=device)
     flagos.thd_out_correction(out, step, infinite, infinite, bounds, lse_packed=True)

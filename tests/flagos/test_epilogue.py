@@ -127,7 +127,7 @@ def test_zeros_have_the_same_sign_whatever_casts_them(op: str, columns: int, dev
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both ways"])
-def test_rows_far_apart_are_read_where_they_lie(columnwise: bool, device: str) -> None:
+def test_rows_of_a_wider_matrix(columnwise: bool, device: str) -> None:
     wide = numbers(8, 3 * 72, device=device)
     x, residual, weight = wide[:, :72], wide[:, 100:172], numbers(72, device=device)
     options = {"format": "mxfp8", "columnwise": columnwise}

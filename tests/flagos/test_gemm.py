@@ -349,7 +349,7 @@ def test_rows_do_not_depend_on_the_tile_that_they_are_in(dtype: str, device: str
 
 
 @pytest.mark.parametrize("count", [0, 1, 2], ids=["plain", "one target", "two targets"])
-def test_autograd_is_told_what_is_accumulated_into(
+def test_autograd_is_notified_of_accumulated_tensors(
     count: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     A, B = operands("float32", device, sizes=(8, 16, 24))

@@ -26,7 +26,7 @@ def test_it_gives_the_bits_that_triton_gives() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_it_takes_back_what_it_replaced_behind_a_launch_that_fails_too() -> None:
+def test_it_restores_triton_after_a_launch_even_if_it_fails() -> None:
     x, weight = torch.randn(3, 64), torch.ones(64)
     before = tl.load, hasattr(tl.tensor, "__index__")
     normalization.rmsnorm_fwd(x, weight)

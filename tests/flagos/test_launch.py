@@ -200,7 +200,7 @@ def test_no_more_programs_share_rows_than_a_multiprocessor_runs(
 
 
 @pytest.mark.parametrize(("stages_in_use", "stages"), [(0, 4), (1, 3)])
-def test_no_more_stages_are_asked_for_than_programs_have_room_for(
+def test_stages_are_limited_by_the_shared_memory_of_programs(
     stages_in_use: int, stages: int, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 4 * (_rows._SUMS_BYTES + 3 * 1024 * 2)  # four programs, each with sums and three stages
@@ -408,7 +408,7 @@ def test_several_launches_of_a_call_are_each_repeated(log: Log) -> None:
     assert log == [first, started(7, 1, start, 2.5, 16)]
 
 
-def test_a_call_goes_the_ordinary_way_from_its_start_where_its_second_launch_must(
+def test_a_call_whose_second_launch_must_be_ordinary_is_so_from_its_start(
     log: Log,
 ) -> None:
     watched = False
@@ -469,7 +469,7 @@ def test_arguments_that_overlap_are_known_by_where_they_start(
     assert log[-1] == started(5, 2, *pointers, 3, 8)
 
 
-def test_autograd_is_told_what_a_repeated_call_writes(log: Log) -> None:
+def test_autograd_is_notified_of_what_a_repeated_call_writes(log: Log) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
 
     @_repeats.repeating
@@ -589,7 +589,7 @@ def test_what_the_driver_is_not_known_to_take_stays_tritons(
 
 
 @pytest.mark.parametrize("target", [GPUTarget("cuda", 90, 64), GPUTarget("other", 1, 32)], ids=str)
-def test_what_is_compiled_for_another_makers_device_is_its_tritons_to_launch(
+def test_kernels_compiled_for_other_targets_are_launched_by_triton(
     target: GPUTarget, log: Log
 ) -> None:
     kernel, a = StubKernel(log), torch.zeros(64)
@@ -637,7 +637,7 @@ def test_a_number_that_is_too_large_is_not_cut_off_by_tritons_launcher(log: Log)
     assert "ordinary" in log
 
 
-def test_launches_are_ordinary_when_asked_for_or_watched(log: Log) -> None:
+def test_launches_are_ordinary_on_request_or_with_a_launch_hook(log: Log) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     a = torch.zeros(64)
     launch((5, 1), (a, a), (3,))

@@ -95,7 +95,7 @@ PLACES = [(77, 96), (5001, 5024), (5001, 5009), (4100, 4100), (4097, 5001)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_rows_that_lie_in_memory_in_any_way(
+def test_rows_of_any_stride_and_alignment(
     place: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     columns, step = place
@@ -452,7 +452,7 @@ def test_matrix_products_are_widened_by_torch_where_it_can(
     assert set(calls) == {(torch.bfloat16, torch.float32)}
 
 
-def test_torch_is_asked_again_to_add_products_after_an_error_of_another_kind(
+def test_an_unrelated_error_does_not_mark_adding_products_as_unsupported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_cross_entropy, "_ADDS", {})

@@ -278,7 +278,7 @@ def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [72, 76, 73])
-def test_rows_are_summed_as_dense_ones_wherever_they_lie(
+def test_rows_of_any_alignment_are_summed_as_dense_ones(
     columns: int, dtype: torch.dtype, device: str
 ) -> None:
     """Rows that a dense row's accesses cannot read are copied: the accesses decide the sums."""
@@ -308,7 +308,7 @@ def test_rows_are_summed_as_dense_ones_wherever_they_lie(
     assert all(plan.unit % vector == 0 for plan in plans)
 
 
-def test_what_is_added_may_lie_otherwise(device: str) -> None:
+def test_the_residual_may_have_other_strides(device: str) -> None:
     x, weight = torch.randn(6, 72, device=device), torch.randn(72, device=device)
     for other in strided_inputs().values():
         added = other.to(device).reshape(-1, 72)

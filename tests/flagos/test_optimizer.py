@@ -252,7 +252,7 @@ def test_a_captured_call_has_tables_of_its_own(
     assert layout._tables == kept
 
 
-def test_whether_a_stream_is_captured_is_asked_of_the_tensors_device(
+def test_stream_capture_is_checked_on_the_device_of_the_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     current = ["cuda:0"]
@@ -308,7 +308,7 @@ def test_the_same_memory_with_another_shape_is_looked_at_again(device: str) -> N
 # -------------------------------------------------------------------------------- memory
 
 
-def test_rows_that_lie_alike_are_not_copied(device: str) -> None:
+def test_tensors_of_equal_strides_are_not_copied(device: str) -> None:
     def turned(values: list[Tensor]) -> list[Tensor]:
         return [it.view(2, 3, 20).permute(2, 0, 1) for it in values]
 
@@ -318,7 +318,7 @@ def test_rows_that_lie_alike_are_not_copied(device: str) -> None:
     assert not layout.copied
 
 
-def test_rows_that_do_not_are_written_back(device: str) -> None:
+def test_copied_rows_of_other_strides_are_written_back(device: str) -> None:
     grads, params, exp_avgs, exp_avg_sqs = adam_lists([120, 120], device)
     params = [it.view(10, 12).mT for it in params]
     others = [[it.view(12, 10) for it in some] for some in (grads, exp_avgs, exp_avg_sqs)]
@@ -341,7 +341,7 @@ def test_lazily_negated_tensors_are_taken_at_their_value(device: str) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_autograd_is_told_what_is_written(kept: bool, device: str) -> None:
+def test_autograd_is_notified_of_written_tensors(kept: bool, device: str) -> None:
     params = [torch.nn.Parameter(it) for it in normal([5, 7], device)]
     lists = normal([5, 7], device), params, normal([5, 7], device), moments([5, 7], device)
     if kept:

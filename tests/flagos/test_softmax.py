@@ -67,7 +67,7 @@ def test_a_row_in_parts(name: str, cut: Cut, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wider", [3, 8])
-def test_rows_are_summed_as_dense_ones_wherever_they_lie(
+def test_rows_of_any_alignment_are_summed_as_dense_ones(
     wider: int, dtype: torch.dtype, device: str
 ) -> None:
     """Rows that a dense row's accesses cannot read are copied: the accesses decide the sums."""

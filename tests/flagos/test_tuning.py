@@ -87,7 +87,7 @@ def test_what_was_not_measured_is_chosen_by_rule(choice: Choice[Tile]) -> None:
     assert choice(CPU, 64, 2) == BY_RULE
 
 
-def test_a_device_is_asked_for_before_its_vendor_and_that_before_all(
+def test_entries_of_a_device_precede_those_of_its_vendor_and_of_all_devices(
     choice: Choice[Tile], user: Path
 ) -> None:
     def rule(device: str, columns: int, itemsize: int) -> dict[str, int]:
@@ -360,7 +360,7 @@ def test_a_named_path_that_is_not_there_is_an_error(
         choice(CPU, 64, 2)
 
 
-def test_a_call_raises_what_is_wrong_in_a_named_file_and_blames_no_implementation(
+def test_an_error_of_a_named_file_is_raised_and_quarantines_nothing(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name_path(monkeypatch, tmp_path / "nowhere.yaml")
@@ -457,7 +457,7 @@ def test_a_rule_that_fails_is_one_warning_and_the_general_one_stands_in(
     assert said in record.getMessage()
 
 
-def test_a_vendor_that_cannot_tell_its_device_is_one_warning_and_not_here(
+def test_an_is_here_that_raises_is_one_warning_and_counts_as_absent(
     choice: Choice[Tile], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "default.yaml", 64)
@@ -1036,7 +1036,7 @@ def test_a_call_for_which_there_is_no_memory_is_no_traceback(
     ],
     ids=["a field", "a name of the key", "a value"],
 )
-def test_what_the_code_no_longer_knows_is_told_before_it_hides_what_is_measured(
+def test_an_outdated_entry_that_would_hide_measurements_is_an_error(
     old: str,
     said: str,
     measured: Callable[[str], torch.device],

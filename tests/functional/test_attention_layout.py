@@ -252,7 +252,7 @@ class Generation:
     formats=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=6),
     seed=st.integers(0, 2**16),
 )
-def test_a_cache_holds_what_was_said_after_any_steps(
+def test_a_cache_holds_all_tokens_after_any_steps(
     batch: int, page_size: int, pages_each: int, paged: bool, formats: list[str], seed: int
 ) -> None:
     generation = Generation(batch, page_size, pages_each, paged, seed)
@@ -262,7 +262,7 @@ def test_a_cache_holds_what_was_said_after_any_steps(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_sequences_that_change_rows_keep_what_was_said(seed: int) -> None:
+def test_sequences_that_change_rows_keep_their_tokens(seed: int) -> None:
     generation = Generation(4, page_size=12, pages_each=1, paged=False, seed=seed)
     generation.step("thd")
     for _ in range(3):

@@ -237,7 +237,7 @@ def test_ranks_share_every_token_once(size: int, after: int) -> None:
     assert sorted(torch.cat(shares).tolist()) == list(range(total))
 
 
-def test_a_share_is_what_rotary_embedding_takes_it_for() -> None:
+def test_the_share_of_a_rank_matches_rotary_embedding_with_cp_rank() -> None:
     cu_seqlens, size = int32(0, 8, 8, 32), 4
     x, freqs = normal(32, HEADS, WIDTH), normal(32, 1, 1, WIDTH, dtype=torch.float32)
     options = {"qkv_format": "thd", "cu_seqlens": cu_seqlens}
@@ -263,7 +263,7 @@ def test_halves_are_the_bits_of_the_whole(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_two_lse_of_nothing_are_nothing(dtype: torch.dtype) -> None:
+def test_merging_two_lse_of_minus_infinity_gives_minus_infinity(dtype: torch.dtype) -> None:
     lse = torch.tensor([[1.0, 2.0, -math.inf, -math.inf, 4.0, 5e30]], dtype=dtype)
     step = torch.tensor([[-math.inf, 3.0, 5e30]], dtype=dtype)
     expected = torch.tensor([[1.0, 2.0, -math.inf, -math.inf, 4.0, 5e30]], dtype=dtype)
@@ -361,7 +361,7 @@ def every_call(cu_seqlens: Tensor, device: str = "cpu") -> list[Tensor]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9), min_size=2, max_size=4))
-def test_any_offsets_will_do_but_for_the_values(offsets: list[int]) -> None:
+def test_any_offsets_give_indices_in_range_and_no_nan(offsets: list[int]) -> None:
     indices, *others = every_call(int32(*offsets))
     assert bool(((indices >= 0) & (indices < 8)).all())
     assert not any(it.isnan().any() for it in others)

@@ -58,7 +58,7 @@ def test_the_other_outputs_are_the_operators_own() -> None:
     assert data.dtype == torch.float8_e4m3fn
 
 
-def test_every_norm_and_activation_has_one() -> None:
+def test_every_norm_and_activation_has_a_quantizing_form() -> None:
     forward = {it.name for it in ops.CATALOGUE.values() if it.family == "activation"}
     forward |= {
         it.name for it in ops.CATALOGUE.values() if "norm" in it.family and "fwd" in it.name
@@ -148,7 +148,7 @@ def nibbles_swapped(outputs: list[Any]) -> None:
         outputs[0].copy_((outputs[0] << 4) | (outputs[0] >> 4))
 
 
-def scale_beside(outputs: list[Any]) -> None:
+def adjacent_scale_changed(outputs: list[Any]) -> None:
     outputs[1].view(torch.uint8).view(-1)[-1:] ^= 1
 
 
@@ -170,7 +170,7 @@ def global_scale_inverted(outputs: list[Any]) -> None:
 WRONG: dict[str, tuple[Change, str]] = {
     "a code moved": (first_code_moved, "output 0"),
     "nibbles swapped": (nibbles_swapped, "output 0"),
-    "a scale beside": (scale_beside, "output 1"),
+    "an adjacent scale": (adjacent_scale_changed, "output 1"),
     "an amax that is not the output's": (amax_of_nothing, "output 2"),
     "a global scale inverted": (global_scale_inverted, "output 3"),
     "a transposed copy out of order": (columns_of_the_rows, "output 4"),

@@ -253,7 +253,7 @@ def test_groups_are_products_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("transa", [True, False])
-def test_the_blocks_of_float8_lie_where_their_data_does(transa: bool) -> None:
+def test_the_scales_of_float8_blocks_apply_to_their_own_data(transa: bool) -> None:
     """One block of each operand is scaled by two, so that a misplaced scale shows."""
     A, B = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in ((256, 256), (3, 256)))
     of_a, of_b = torch.ones(2, 2), torch.ones(3, 2)

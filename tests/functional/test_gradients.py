@@ -69,7 +69,7 @@ def test_what_a_forward_returned_wrongly_is_said_where_its_backward_refuses_it()
         (lambda outputs: (outputs[0], 1.5), 1, "a float", True),
     ],
 )
-def test_what_is_no_tensor_is_named_with_who_returned_it(
+def test_an_output_that_is_no_tensor_is_named_with_its_implementation(
     change: Callable[[Any], Any], place: int, kind: str, grad: bool
 ) -> None:
     def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> Any:
@@ -131,7 +131,7 @@ MADE_OF_SEVERAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ],
     ids=["a list", "None", "a tensor", "one of several", "None first", "a number"],
 )
-def test_functions_of_several_operators_name_who_returned_something_else(
+def test_functions_of_several_operators_report_a_wrong_result(
     name: str, change: Callable[[Any], Any], said: str
 ) -> None:
     serve_changed(name, change)
@@ -148,7 +148,7 @@ def test_functions_of_several_operators_name_who_returned_something_else(
     ],
     ids=["linear", "grouped_linear"],
 )
-def test_a_row_of_an_output_that_is_alone_is_not_taken_for_the_output(
+def test_an_output_outside_a_tuple_is_an_error_and_is_not_unpacked(
     function: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     for name in ("generic_gemm", "te_general_grouped_gemm"):
@@ -195,7 +195,7 @@ def test_a_product_of_a_backward_that_is_not_there_is_no_zero(
         (lambda gradients: (gradients[0], 1.5), "Tensor, float"),
     ],
 )
-def test_a_gradient_that_is_wanted_and_not_returned_is_no_zero(
+def test_a_required_gradient_that_is_not_returned_is_an_error(
     change: Callable[[Any], Any], kinds: str
 ) -> None:
     def rmsnorm_bwd(dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor) -> Any:

@@ -283,7 +283,9 @@ def test_the_gradient_of_a_checkpointed_forward() -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("ignore_index", [-100, 2])
-def test_it_is_torchs_own(reduction: str, label_smoothing: float, ignore_index: int) -> None:
+def test_losses_and_gradients_are_torchs(
+    reduction: str, label_smoothing: float, ignore_index: int
+) -> None:
     x, options = logits(), {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
     target = targets(ignore_index)
     found = functional.cross_entropy(x, target, reduction=reduction, **options)

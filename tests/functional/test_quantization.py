@@ -257,7 +257,7 @@ def test_rows_after_the_last_group_are_taken_for_zeros() -> None:
         assert not outputs[0][30:].view(torch.uint8).any()
 
 
-def test_an_amax_that_others_had_a_part_in() -> None:
+def test_quantizing_with_the_scale_of_a_reduced_amax() -> None:
     x = values(16, 64)
     amax = torch.maximum(ops.compute_amax(x), torch.tensor([100.0]))
     data, scale_inv, found, *_ = ops.quantize(x, 448 / amax)

@@ -108,7 +108,7 @@ def test_batches_of_every_size_are_served_from_the_cache(prefer: str) -> None:
 
 
 @pytest.mark.parametrize("prefer", SETS)
-def test_words_come_several_at_once_and_no_word_at_all(prefer: str) -> None:
+def test_steps_of_several_tokens_and_of_no_tokens(prefer: str) -> None:
     """As in speculative decoding, and in a long prompt that is processed in parts."""
     rows, lengths = words()[:4], [0, 0, 0, 0]
     with model_served(prefer) as model:

@@ -103,7 +103,7 @@ def test_a_backward_in_the_devices_own_thread_is_routed_under_the_same_policy() 
     assert names() == []
 
 
-def test_what_nobody_has_for_the_device_falls_back_on_it() -> None:
+def test_operators_without_a_kernel_for_the_device_fall_back_on_it() -> None:
     x, w = on_chip(3, 8).requires_grad_(), on_chip(8).requires_grad_()
     served: list[tuple[str, str]] = []
     undo = get_default_manager().monitor(lambda name, impl: served.append((name, impl.impl_id)))
@@ -144,7 +144,7 @@ def test_attention_and_cross_entropy_are_served_whole() -> None:
     assert logits.grad is not None
 
 
-def test_explain_says_that_the_vendor_serves_and_for_whom() -> None:
+def test_explain_names_the_vendor_and_its_supported_device() -> None:
     decision = aten.explain("silu", on_chip(2))
     assert decision.selected is not None
     assert decision.selected.vendor == "zeta"

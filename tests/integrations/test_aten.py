@@ -307,7 +307,7 @@ def test_explain_says_why_torch_serves() -> None:
         ((torch.ones(2, 2),) * 2, {"alpha": 2}, "unexpected keyword argument 'alpha'"),
     ],
 )
-def test_explain_blames_nobody_for_a_call_that_is_wrong_itself(
+def test_explain_reports_wrong_arguments_without_a_warning(
     args: tuple[Any, ...], options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     decision = aten.explain("mm", *args, **options)
@@ -468,7 +468,7 @@ def test_a_block_decorates_functions(ran: Ran) -> None:
     assert [operator for operator, _ in ran] == ["aten::mm"]
 
 
-def test_routed_lists_every_operator_with_who_stands_by() -> None:
+def test_routed_lists_every_operator_with_its_implementations() -> None:
     routes = {route.name: route for route in aten.routed()}
     assert routes["aten::mm"].operator == "generic_gemm"
     assert routes["aten::mm"].implementations[-1] == "native.aten"
@@ -672,7 +672,7 @@ def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
         assert not get_default_manager().quarantine.held()
 
 
-def test_explain_asks_the_check_of_who_is_bridged_and_for_options_that_it_takes() -> None:
+def test_explain_checks_bridged_implementations_and_their_options() -> None:
     def rms_norm(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         raise AssertionError("takes no other eps than the contract's")
 
@@ -731,7 +731,7 @@ def test_a_probe_that_raised_is_asked_again_for_the_aten_operator_too() -> None:
         assert torch.equal(F.silu(x), 5 * x)
 
 
-def test_what_was_routed_for_a_manager_of_before_is_torchs_for_the_next() -> None:
+def test_routes_of_an_earlier_manager_do_not_apply_to_the_next() -> None:
     seen: list[Tensor] = []
 
     def add(self: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:

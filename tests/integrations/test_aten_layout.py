@@ -87,7 +87,7 @@ def steps(result: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", UNARY)
-def test_an_output_lies_as_torchs_does(name: str, layout: str, served: dict[str, str]) -> None:
+def test_an_output_has_torchs_strides(name: str, layout: str, served: dict[str, str]) -> None:
     x = LAYOUTS[layout]()
     expected = UNARY[name](x)
     with use_aten_ops():
@@ -101,7 +101,7 @@ def test_an_output_lies_as_torchs_does(name: str, layout: str, served: dict[str,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BINARY)
-def test_of_two_arguments_the_same_one_decides(
+def test_the_strides_of_a_binary_output_follow_the_same_argument_as_torchs(
     name: str, layout: str, served: dict[str, str]
 ) -> None:
     x = LAYOUTS[layout]()
@@ -143,7 +143,9 @@ def arbitrary(shape: list[int], chance: random.Random) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_attention_lies_as_torchs_does(kind: str, layout: str, served: dict[str, str]) -> None:
+def test_attention_outputs_have_torchs_strides(
+    kind: str, layout: str, served: dict[str, str]
+) -> None:
     options = ATTENTION[kind]
     query, key = LAYOUTS[layout](), torch.randn(SHAPE)
     for value in (key, key[..., :6].contiguous()):

@@ -160,7 +160,7 @@ def test_functions_with_transformer_engines_signatures_are_bridged() -> None:
         torch.testing.assert_close(given.double(), value, rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_plugin_says_of_itself_holds() -> None:
+def test_the_availability_and_dtypes_that_a_plugin_declares_apply() -> None:
     alias_plugin_core()
     text = str(get_default_manager().explain("relu"))
     assert "not available: is_available() says no" in text

@@ -150,7 +150,7 @@ def test_each_variable_moves_the_choice(choices: dict[str, Any], variables: str)
     assert choices[variables].get("served") == [CHOICES[variables]], choices[variables]
 
 
-def test_a_dtype_that_it_does_not_take_goes_to_the_next_and_in_strict_mode_to_nobody(
+def test_an_unsupported_dtype_falls_back_and_is_an_error_in_strict_mode(
     python: Path,
 ) -> None:
     answer, _ = _call(python, "TE_FL_PREFER=vendor:acme", "float64")

@@ -9,7 +9,7 @@ from plugin_environments import environment, install, run
 PLUGIN = Path(__file__).parents[2] / "plugins" / "te_fl_transformer_engine"
 
 
-def test_where_there_is_no_transformer_engine_it_says_so_and_harms_nobody(tmp_path: Path) -> None:
+def test_without_transformer_engine_explain_says_so_and_others_serve(tmp_path: Path) -> None:
     python = environment(tmp_path / "environment")
     install(python, PLUGIN)
     code = (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from flaggems_folders import CONFIGS, GELU, HEURISTICS, NEW, OLD, POINTWISE, declaration, write
-from who_serves import served
+from serving_implementation import served
 
 from transformer_engine_fl import (
     BackendImplKind,
@@ -202,7 +202,7 @@ def get_specific_ops():
 """
 
 
-def test_what_an_operator_writes_is_asked_of_its_schema(no_vendors: Path) -> None:
+def test_what_an_operator_writes_follows_from_its_schema(no_vendors: Path) -> None:
     load_flaggems_folder(write(no_vendors, ops=OUT))
     get_default_manager().registry.register_impl(
         OpImpl(
@@ -273,7 +273,7 @@ def test_what_is_bridged_keeps_the_contract(
         assert sum(it.declined is None for it in outcomes) > len(outcomes) / 2
 
 
-def test_only_a_function_that_brings_its_gradient_is_asked_for_it(no_vendors: Path) -> None:
+def test_a_gradient_is_bridged_only_where_the_function_declares_it(no_vendors: Path) -> None:
     load_flaggems_folder(write(no_vendors))  # a form that does not declare gelu's gradient
     assert "dgelu" not in list_overridden_ops("cpu", vendor="zeta")
 
@@ -302,7 +302,9 @@ def test_the_list_of_the_older_form_counts_too(no_vendors: Path) -> None:
         "from .gelu import gelu as it\n__all__ = [name for name in ('gelu',)]\ngelu = it\n",
     ],
 )
-def test_what_only_running_it_tells_is_found_by_running_it(no_vendors: Path, form: str) -> None:
+def test_exports_that_only_execution_reveals_are_found_by_import(
+    no_vendors: Path, form: str
+) -> None:
     folder = load_flaggems_folder(write(no_vendors, ops=form))
     assert set(folder.kernels) == {"gelu", "silu_and_mul"}
     with with_preference("vendor:zeta"), with_strict_mode():
@@ -562,7 +564,7 @@ def test_a_list_with_the_rules_own_value_changes_nothing(no_vendors: Path) -> No
     assert _tile("cross_entropy_fwd", 4096, 4) == before
 
 
-def test_heuristics_are_asked_for_what_they_give(no_vendors: Path) -> None:
+def test_heuristics_of_the_folder_choose_tiles(no_vendors: Path) -> None:
     load_flaggems_folder(write(no_vendors))
     from transformer_engine_fl.backends.flagos.tuning import forget
 
@@ -570,7 +572,7 @@ def test_heuristics_are_asked_for_what_they_give(no_vendors: Path) -> None:
     assert tuple(_tile("activation_fwd", 4)) == (256, 1024)
 
 
-def test_a_heuristic_that_asks_for_what_is_not_known_leaves_it_to_the_rule(
+def test_a_heuristic_that_needs_unknown_arguments_leaves_it_to_the_rule(
     no_vendors: Path,
 ) -> None:
     before = _tile("activation_fwd", 4)
@@ -584,7 +586,7 @@ def test_a_heuristic_that_asks_for_what_is_not_known_leaves_it_to_the_rule(
     assert said == "it asks for 'n_elements', which the choice here does not know"
 
 
-def test_what_of_its_tuning_is_not_used_is_told(no_vendors: Path) -> None:
+def test_unused_tuning_is_reported(no_vendors: Path) -> None:
     said = load_flaggems_folder(write(no_vendors)).tuning_not_used()
     assert said == dict.fromkeys(
         (
@@ -609,7 +611,7 @@ def test_tuning_of_a_vendor_that_is_not_here_says_nothing_of_this_machine(
     assert folder.tuning_not_used()["tune_configs.yaml: cross_entropy_loss"] == said
 
 
-def test_whose_a_shared_device_is_is_asked_when_it_is_first_looked_up(
+def test_the_query_command_of_a_shared_device_runs_at_the_first_lookup(
     no_vendors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformer_engine_fl.backends.flagos.tuning import forget
@@ -678,7 +680,7 @@ def test_a_vendor_whose_tuning_is_known_keeps_its_devices(no_vendors: Path) -> N
         ),
     ],
 )
-def test_a_broken_file_is_named_with_line_and_key_and_harms_nothing_else(
+def test_a_broken_tuning_file_is_named_with_line_and_key_and_operators_serve(
     no_vendors: Path, caplog: pytest.LogCaptureFixture, text: str, line: int, said: str
 ) -> None:
     path = write(no_vendors, configs=text)
@@ -757,7 +759,7 @@ def test_a_plugin_path_without_a_folder_is_named(
     assert f"no such folder: '{no_vendors}/_nowhere'" in caplog.text
 
 
-def test_operators_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked(
+def test_an_import_error_is_reported_once_and_raised_if_the_vendor_is_preferred(
     no_vendors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(no_vendors, gelu="import torch\nraise OSError('no compiler')\n")
@@ -806,7 +808,7 @@ def test_one_that_raises_when_it_is_called_is_set_aside_and_named(
         (NEW + "zeta_norm = 5\n", "which is not callable but of type int"),
     ],
 )
-def test_an_export_that_is_missing_or_no_operator_is_told(
+def test_an_export_that_is_missing_or_no_operator_is_reported(
     no_vendors: Path, form: str, said: str
 ) -> None:
     load_flaggems_folder(write(no_vendors, ops=form))
@@ -843,7 +845,7 @@ def test_a_device_that_is_absent_is_the_reason(no_vendors: Path) -> None:
     assert "torch sees no 'zpu' device here" in said
 
 
-def test_of_a_device_that_makers_share_the_query_command_says_whose_it_is(
+def test_a_failing_query_command_rules_out_the_vendor_on_a_shared_device(
     no_vendors: Path,
 ) -> None:
     load_flaggems_folder(write(no_vendors, init=declaration(command="no-such-program --list")))
@@ -940,7 +942,7 @@ def test_a_folder_or_a_vendor_of_a_name_that_is_taken_is_refused_with_both(
     assert str(second) in str(caught.value)
 
 
-def test_as_a_plugin_a_broken_folder_is_left_out_and_harms_no_other(
+def test_a_broken_folder_among_plugins_is_left_out_and_the_others_serve(
     no_vendors: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = write(no_vendors, "_broken", "import torch_zeta\n")
@@ -954,7 +956,7 @@ def test_as_a_plugin_a_broken_folder_is_left_out_and_harms_no_other(
         assert served("gelu", X) == "flaggems.zeta"
 
 
-def test_a_folder_that_is_left_out_is_an_error_for_who_asks_for_its_vendor(
+def test_preferring_the_vendor_of_a_folder_that_is_left_out_is_an_error(
     no_vendors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(no_vendors)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from core_faults import LEFT, deep
 from liger_packages import KERNELS, OPS, impl_info, vendor_info, write
-from who_serves import served
+from serving_implementation import served
 
 from transformer_engine_fl import (
     NoImplementationError,
@@ -299,7 +299,7 @@ def test_what_is_default_nowhere_serves_only_where_it_is_named(no_vendors: Path)
         ("__all__ = ['LigerGELUMulFunction']\n\nraise RuntimeError('no chip')\n", "no chip"),
     ],
 )
-def test_ops_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked_by_name(
+def test_an_import_error_is_reported_once_and_raised_if_the_vendor_is_named(
     no_vendors: Path, caplog: pytest.LogCaptureFixture, ops_text: str, said: str
 ) -> None:
     write(no_vendors, "broken_liger", impl_info("broken"), ops=ops_text)
@@ -332,7 +332,7 @@ def test_ops_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked_
         ("from torch import no_such_function\n", False),
     ],
 )
-def test_what_the_stand_in_for_liger_lacks_is_told_apart_from_what_others_lack(
+def test_an_import_error_says_whether_the_stand_in_for_liger_lacks_the_name(
     no_vendors: Path, caplog: pytest.LogCaptureFixture, line: str, lacks: bool
 ) -> None:
     write(no_vendors, "acme_liger", impl_info("acme"))
@@ -406,7 +406,7 @@ def test_a_name_that_another_package_has_is_refused_with_both(acme: str, no_vend
         load_liger_package("other_liger")
 
 
-def test_an_export_that_is_missing_or_no_operator_is_told(no_vendors: Path) -> None:
+def test_an_export_that_is_missing_or_no_operator_is_reported(no_vendors: Path) -> None:
     text = OPS.replace("]", '    "LigerSoftmaxFunction",\n    "BLOCK",\n]\nBLOCK = 3\n')
     write(no_vendors, "acme_liger", impl_info("acme"), ops=text)
     load_liger_package("acme_liger")
@@ -545,7 +545,7 @@ def test_named_as_a_plugin_module_it_is_picked_with_and_without_liger(
         (impl_info("Torn").replace("}.ops", "}.nothing"), OPS, "no module named"),
     ],
 )
-def test_a_package_that_is_left_out_is_an_error_for_who_asks_for_its_vendor(
+def test_preferring_the_vendor_of_a_package_that_is_left_out_is_an_error(
     no_vendors: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -611,7 +611,7 @@ IMPORTED = "from .kernels import LigerGELUMulFunction, fancy_forward as _hidden\
         ("try:\n    " + IMPORTED + "except ImportError:\n    pass\n", False),
     ],
 )
-def test_what_it_exports_is_read_and_imported_only_if_nothing_else_tells(
+def test_exports_are_read_from_the_source_and_imported_only_if_necessary(
     no_vendors: Path, ops_text: str, lazy: bool
 ) -> None:
     kernels = KERNELS + "\n\nNAMES = ['LigerGELUMulFunction']\n"

@@ -67,7 +67,7 @@ def test_this_machine_without_an_accelerator_is_a_cpu(monkeypatch: pytest.Monkey
     assert get_current_backend() is None
 
 
-def test_torch_is_asked_before_any_command(
+def test_devices_of_torch_are_found_before_any_query_command_runs(
     monkeypatch: pytest.MonkeyPatch, no_vendors: Path
 ) -> None:
     touched = no_vendors / "touched"
@@ -145,7 +145,7 @@ def test_a_device_module_that_raises_counts_as_absent(
     assert "torch.faraway.device_count() failed: RuntimeError: driver too old" in caplog.text
 
 
-def test_nothing_is_asked_when_it_is_imported() -> None:
+def test_the_import_runs_no_command_and_loads_no_torch() -> None:
     code = (
         "import subprocess, sys\n"
         "subprocess.Popen = None\n"
@@ -200,7 +200,7 @@ def test_vendors_of_one_device_are_told_apart_by_their_commands(sharing: dict[st
         flag.unlink()
 
 
-def test_or_by_what_the_policy_wishes_and_denies(sharing: dict[str, Path]) -> None:
+def test_the_policy_chooses_among_vendors_of_one_device(sharing: dict[str, Path]) -> None:
     for flag in sharing.values():
         flag.touch()
     assert current() == "metal"
@@ -242,7 +242,7 @@ def test_an_operator_comes_from_the_vendor_and_else_from_the_base() -> None:
         get_op("reluu", "cpu")
 
 
-def test_a_name_that_no_vendor_has_is_told_in_the_error_with_the_nearest(
+def test_the_error_of_an_unknown_vendor_suggests_the_nearest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -261,7 +261,7 @@ def test_a_name_that_no_vendor_has_is_told_in_the_error_with_the_nearest(
     assert "unknown vendor" not in caplog.text
 
 
-def test_a_vendor_that_the_policy_wishes_is_told_of_by_who_wishes_it(
+def test_the_warning_of_an_unknown_vendor_names_the_source_of_the_policy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -325,7 +325,7 @@ class Uninitialised(BackendInfo):
         ({"ops": [relu]}, "'acme': ops must be a mapping, operator to implementation; got list"),
     ],
 )
-def test_what_a_vendor_gives_of_another_kind_is_refused_and_harms_no_question(
+def test_a_wrong_type_in_a_registration_is_refused_and_changes_nothing(
     given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(RegistrationError, match=said):
@@ -342,7 +342,7 @@ def test_settings_hold_a_row_in_one_block(n: int, settings: tuple[int, int]) -> 
     assert BackendInfo(VendorInfo("acme", "cuda")).calculate_settings(n) == settings
 
 
-def test_what_cannot_be_told_is_said() -> None:
+def test_unknown_limits_and_names_raise_with_the_reason() -> None:
     backend = BackendInfo(VendorInfo("acme", "faraway"))
     with pytest.raises(
         NotSupportedError, match="acme: no block is large enough for 65537 elements"

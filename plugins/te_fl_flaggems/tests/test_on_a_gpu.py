@@ -65,7 +65,7 @@ def test_it_gives_what_float64_does(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda it: str(it).removeprefix("torch."))
-def test_a_product_takes_operands_however_they_lie(dtype: torch.dtype) -> None:
+def test_a_product_takes_operands_of_any_strides(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     a, b = (torch.randn(size, dtype=dtype, device="cuda") for size in ((64, 7), (64 * 40 + 1,)))
     b = b[1:].view(64, 40)

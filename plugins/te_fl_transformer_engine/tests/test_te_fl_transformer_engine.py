@@ -203,7 +203,7 @@ def test_the_typical_sample_of_each_operator_is_served(calls: Calls) -> None:
         getattr(operators, name)(*typical.args, **typical.kwargs)
 
 
-def test_squares_are_made_whole_blocks_of_batches(calls: Calls) -> None:
+def test_square_score_matrices_are_padded_to_a_whole_block_of_batches(calls: Calls) -> None:
     scores = torch.randn(2, 3, 40, 40).half()
     output = operators.scaled_upper_triang_masked_softmax_forward(scores)
     assert output.shape == scores.shape
@@ -221,7 +221,7 @@ def test_a_mask_of_all_heads_is_passed_as_it_is(calls: Calls) -> None:
     assert [it.shape for it in calls[-1][1][:2]] == [(1, 1, 96, 16)] * 2
 
 
-def test_what_is_wrong_on_a_device_is_not_registered() -> None:
+def test_dtypes_with_wrong_values_on_a_device_are_not_registered() -> None:
     registry = OpRegistry()
     te_fl_transformer_engine.register(registry)
     dtypes = {
