@@ -254,12 +254,11 @@ def _summary(
         known = [it for it in reached if it is not None]
         return f"{100 * statistics.median(known):.0f}" if known else "-"
 
-    measured = {name: [it for it in rows if name in it["results"]] for name in sets}
-    ours = [median(share(row, name, report) for row in measured[name]) for name in sets]
-    peers = [(row, [it for it in row["results"] if not is_ours(it)]) for row in rows]
-    best = [(row, it) for row, names in peers if names and (it := fastest(row, names))]
-    won = sum(is_ours(fastest(row) or "") for row, _ in best)
-    others = median(share(row, it, report) for row, it in best)
+    ours = [median(share(row, name, report) for row in rows) for name in sets]
+    peers = [(row, fastest(row, (it for it in row["results"] if not is_ours(it)))) for row in rows]
+    best = [(row, name) for row, name in peers if name]
+    won = sum(fastest(row) != name for row, name in best)
+    others = median(share(row, name, report) for row, name in best)
     link = f"[{family}](#{_anchor(title)})"
     return [link, str(len(rows)), *ours, others, f"{won} of {len(best)}" if best else "-"]
 

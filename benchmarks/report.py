@@ -68,7 +68,8 @@ def share(row: Report, name: str, report: Report) -> float | None:
 
 def fastest(row: Report, names: Iterable[str] | None = None) -> str | None:
     """The fastest candidate among ``names``, by default among all."""
-    present = [name for name in names or row["results"] if name in row["results"]]
+    among = row["results"] if names is None else names
+    present = [name for name in among if name in row["results"]]
     return min(present, key=lambda name: row["results"][name]["us"], default=None)
 
 

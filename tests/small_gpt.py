@@ -22,12 +22,16 @@ from transformer_engine_fl import functional, ops
 
 __all__ = [
     "GPT",
+    "IDS",
     "LARGE",
+    "SETS",
+    "TIMES",
     "TINY",
     "Cache",
     "Shape",
     "Trainer",
     "batches",
+    "check_same",
     "error",
     "exact",
     "gradients",
@@ -72,6 +76,11 @@ def suited(shape: Shape, prefer: str) -> Shape:
     return dataclasses.replace(shape, fused_gelu=not prefer.startswith("vendor"))
 
 
+IDS = {"flagos": "default.flagos", "vendor:nvidia": "vendor.cuda"}
+"""The sets with kernels, by the preference that selects them."""
+SETS = tuple(IDS)
+TIMES = 3
+"""A set's error may be this many times that of the definitions in bfloat16."""
 LARGE = Shape()
 TINY = Shape(32, 2, 4, 2, 32, 48, context=16, batch=2)
 """Sizes for a CPU, and for Triton's interpreter."""
@@ -431,6 +440,13 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     leave_no_gradients(model)
     assert all(it is not None for it in found)
     return found  # type: ignore[return-value]
+
+
+def check_same(found: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+    """Check that the tensors are equal, one by one."""
+    assert len(found) == len(right)
+    different = [n for n, (a, b) in enumerate(zip(found, right, strict=True)) if not a.equal(b)]
+    assert not different
 
 
 def error(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:

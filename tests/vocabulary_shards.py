@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_engine_fl import functional
 
-__all__ = ["CALLS", "GRADIENTS", "WIDTHS", "logits_and_targets", "results_of", "run"]
+__all__ = ["CALLS", "WIDTHS", "check_ranks", "results_of", "run"]
 
 WORDS: Final = 14
 
@@ -69,6 +69,19 @@ def results_of(rank: int, device: Any = "cpu") -> dict[Any, tuple[Tensor, ...]]:
             )
             results[way, name] = (*(loss.detach() for loss in losses), shard.grad)
     return results
+
+
+def check_ranks(found: list[dict[Any, tuple[Tensor, ...]]], way: str, name: str) -> None:
+    """Compare all ranks' results of a way and a call with those for the whole vocabulary."""
+    options = CALLS[name]
+    x, target = logits_and_targets(**options)
+    x.requires_grad_()
+    losses = functional.cross_entropy(x, target, return_z_loss=True, **options)
+    torch.autograd.backward(losses, [it.expand_as(losses[0]) for it in GRADIENTS])
+    for loss, part, _ in (results[way, name] for results in found):
+        torch.testing.assert_close((loss, part), losses)
+    gradient = torch.cat([results[way, name][2] for results in found], -1)
+    torch.testing.assert_close(gradient, x.grad)
 
 
 def run(rank: int, folder: Path) -> None:

@@ -700,14 +700,14 @@ def test_losses_of_a_linear_layer(impl: str, name: str) -> None:
 # ----------------------------------------------------------------------------- optimizers
 
 
-def lists_beyond(names: int, dtypes: Sequence[torch.dtype]) -> tuple[list[Any], list[Any]]:
-    """Blocks, and for each a list of two tensors that repeat it.
+def lists_beyond(*dtypes: torch.dtype) -> tuple[list[Any], list[Any]]:
+    """Blocks of these dtypes, and for each a list of two tensors that repeat it.
 
     Each tensor has more than HALF elements, so a list has more than WHOLE.
     """
     blocks = [
         normal(PERIOD * COLUMNS, dtype=torch.float32, seed=seed).abs().to(dtype)
-        for seed, dtype in zip(range(1, names + 1), dtypes, strict=True)
+        for seed, dtype in enumerate(dtypes, 1)
     ]
     sizes = (HALF + 8 * PERIOD + 5, HALF + 16)
     return blocks, [[repeated(it, size) for size in sizes] for it in blocks]
@@ -716,7 +716,7 @@ def lists_beyond(names: int, dtypes: Sequence[torch.dtype]) -> tuple[list[Any], 
 @pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_scale"))
 def test_scaled_lists(impl: str, name: str) -> None:
     need(20)
-    blocks, lists = lists_beyond(2, (LOW, LOW))
+    blocks, lists = lists_beyond(LOW, LOW)
     flags = [torch.zeros(1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     call(impl, name, blocks[:1], blocks[1:], 0.3, noop_flag=flags[0])
     call(impl, name, *lists, 0.3, noop_flag=flags[1])
@@ -731,7 +731,7 @@ def test_scaled_lists(impl: str, name: str) -> None:
 @pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_l2norm"))
 def test_norms_of_lists(impl: str, name: str) -> None:
     need(12)
-    (block,), (tensors,) = lists_beyond(1, (LOW,))
+    (block,), (tensors,) = lists_beyond(LOW)
     norm, norms = poisoned(impl, name, tensors, per_tensor=True)
     squares = block.double().square()
     for one, tensor in zip(norms, tensors, strict=True):
@@ -739,39 +739,40 @@ def test_norms_of_lists(impl: str, name: str) -> None:
     torch.testing.assert_close(norm.reshape(()), norms.square().sum().sqrt(), rtol=1e-4, atol=0)
 
 
+def check_step(
+    impl: str,
+    name: str,
+    blocks: list[Tensor],
+    lists: list[list[Tensor]],
+    *numbers: float,
+    masters: bool = False,
+) -> None:
+    """Take a step on blocks and on the lists that repeat them; the last of each may be masters."""
+    for given in ([[it] for it in blocks], lists[:]):
+        options = {"master_params": given.pop()} if masters else {}
+        call(impl, name, *given, *numbers, **options)
+    for repeats, block in zip(lists[1:], blocks[1:], strict=True):
+        for one in repeats:
+            check_again(one, block)
+
+
 @pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_adam"))
 def test_adam(impl: str, name: str) -> None:
     need(44)
-    blocks, lists = lists_beyond(4, (LOW,) * 4)
-    call(impl, name, *([it] for it in blocks), 1e-2, 3)
-    call(impl, name, *lists, 1e-2, 3)
-    for of_name, block in zip(lists[1:], blocks[1:], strict=True):
-        for one in of_name:
-            check_again(one, block)
+    check_step(impl, name, *lists_beyond(LOW, LOW, LOW, LOW), 1e-2, 3)
 
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_adam"))
 def test_adam_with_masters(impl: str, name: str) -> None:
     need(80)
-    blocks, lists = lists_beyond(5, (LOW, LOW, LOW, LOW, torch.float32))
-    options = [{"master_params": [blocks[4]]}, {"master_params": lists[4]}]
-    call(impl, name, *([it] for it in blocks[:4]), 1e-2, 3, **options[0])
-    call(impl, name, *lists[:4], 1e-2, 3, **options[1])
-    for of_name, block in zip(lists[1:], blocks[1:], strict=True):
-        for one in of_name:
-            check_again(one, block)
+    given = lists_beyond(LOW, LOW, LOW, LOW, torch.float32)
+    check_step(impl, name, *given, 1e-2, 3, masters=True)
 
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_sgd"))
 def test_sgd(impl: str, name: str) -> None:
     need(40)
-    blocks, lists = lists_beyond(3, (LOW,) * 3)
-    numbers = (1e-2, 1e-3, 0.9)
-    call(impl, name, *([it] for it in blocks), *numbers)
-    call(impl, name, *lists, *numbers)
-    for of_name, block in zip(lists[1:], blocks[1:], strict=True):
-        for one in of_name:
-            check_again(one, block)
+    check_step(impl, name, *lists_beyond(LOW, LOW, LOW), 1e-2, 1e-3, 0.9)
 
 
 # ---------------------------------------------------------------------------------- moe

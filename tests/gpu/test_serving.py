@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_gpt import GPT, LARGE, Cache, batches, error, exact, suited
+from small_gpt import GPT, IDS, LARGE, SETS, TIMES, Cache, batches, error, exact, suited
 from torch import Tensor, nn
 
 import transformer_engine_fl as te
@@ -27,14 +27,10 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 SHAPE = LARGE
-SETS = ("flagos", "vendor:nvidia")
-IDS = {"flagos": "default.flagos", "vendor:nvidia": "vendor.cuda"}
 PROMPTS = [9, 3, 5, 1, 7, 2, 8, 4]
 SIZES = [8, 3, 1, 7, 2, 5, 6, 4]
 """Sizes of consecutive batches."""
 STEPS = 4
-TIMES = 3
-"""A set's error may be this many times that of the definitions in bfloat16."""
 
 
 @contextmanager

@@ -17,7 +17,20 @@ import pytest
 import ranks
 import torch
 import vocabulary_shards
-from small_gpt import GPT, LARGE, Trainer, batches, error, exact, gradients, suited
+from small_gpt import (
+    GPT,
+    IDS,
+    LARGE,
+    SETS,
+    TIMES,
+    Trainer,
+    batches,
+    check_same,
+    error,
+    exact,
+    gradients,
+    suited,
+)
 from torch import Tensor
 
 import transformer_engine_fl as te
@@ -31,11 +44,7 @@ DEVICES = ("cuda:0", "cuda:1")
 DTYPE = torch.bfloat16
 SHAPE = LARGE
 EXPERTS = dataclasses.replace(LARGE, experts=4)
-SETS = ("flagos", "vendor:nvidia")
-IDS = {"flagos": "default.flagos", "vendor:nvidia": "vendor.cuda"}
 TIMEOUT = 240
-TIMES = 3
-"""A set's error may be this many times that of the definitions in bfloat16."""
 STEPS = 3
 
 
@@ -84,16 +93,8 @@ def by_definition(function: Callable[[], Any]) -> Any:
 def test_shards_of_a_vocabulary_have_the_loss_of_the_whole(worked: Worked, prefer: str) -> None:
     found = worked.of(prefer, "shards")
     for way in vocabulary_shards.WIDTHS:
-        for name, options in vocabulary_shards.CALLS.items():
-            x, target = vocabulary_shards.logits_and_targets(**options)
-            x.requires_grad_()
-            losses = functional.cross_entropy(x, target, return_z_loss=True, **options)
-            grads = [it.expand_as(losses[0]) for it in vocabulary_shards.GRADIENTS]
-            torch.autograd.backward(losses, grads)
-            for loss, part, _ in (results[way, name] for results in found):
-                torch.testing.assert_close((loss, part), losses)
-            gradient = torch.cat([results[way, name][2] for results in found], -1)
-            torch.testing.assert_close(gradient, x.grad)
+        for name in vocabulary_shards.CALLS:
+            vocabulary_shards.check_ranks(found, way, name)
 
 
 @pytest.mark.parametrize("prefer", SETS)
@@ -313,12 +314,6 @@ def trained(prefer: str, device: str, graphed: bool = False) -> list[Tensor]:
     else:
         losses = [it for batch in given for it in trainer.train([batch])]
     return [it.detach().cpu() for it in (*losses, *trainer.state())]
-
-
-def check_same(found: list[Tensor], right: list[Tensor]) -> None:
-    assert len(found) == len(right)
-    different = [n for n, (a, b) in enumerate(zip(found, right, strict=True)) if not a.equal(b)]
-    assert not different
 
 
 @pytest.mark.parametrize("prefer", SETS)

@@ -86,7 +86,7 @@ def _declined(
     width = q.shape[-1]
     if v.shape[-1] != width or width % 8 or width > _WIDEST:
         return f"the width of heads, also of values, must be one of 8, 16, ... {_WIDEST}"
-    widest = max(max(extent(it), it.numel()) for it in (q, k, v))
+    widest = max(map(extent, (q, k, v)))
     if widest > _MOST_ELEMENTS:
         return f"a tensor spans {widest} elements; cuDNN's limit is {_MOST_ELEMENTS}"
     return None

@@ -321,7 +321,7 @@ def dequantize(
         return output
     height, width = form.block or (1, 1)
     flat = stride == across and height == 1 and across * packed % width == 0
-    # One row has no more columns than 32 bits count; rows that are told apart have more together.
+    # As one row, all values are counted in 32 bits; row by row, only those of a row.
     if flat and rows * across * packed <= MOST_VECTORS:
         rows, across, stride = 1, rows * across, rows * across
     flat = rows == 1
