@@ -139,6 +139,10 @@ def normal(*shape: int, dtype: torch.dtype = LOW, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
+def on_device(number: float) -> Tensor:
+    return torch.full((1,), number, device=DEVICE)
+
+
 def repeated(block: Tensor, rows: int) -> Tensor:
     """``rows`` rows that repeat those of ``block``."""
     period = block.shape[0]
@@ -426,6 +430,14 @@ def test_masked_softmax(impl: str, name: str) -> None:
     check_rows(impl, name, [Rows(scores), Rows(mask), 0.5], rows)
 
 
+@pytest.mark.parametrize(("impl", "name"), of_sets("scaled_masked_softmax_backward"))
+def test_gradients_of_masked_softmax(impl: str, name: str) -> None:
+    need(40)
+    grad, scores = (normal(PERIOD, 2, QUERIES // 2, 4 * QUERIES, seed=seed) for seed in (1, 2))
+    softmax = scores.float().softmax(-1).to(LOW)
+    check_rows(impl, name, [Rows(grad), Rows(softmax), 0.5], rows_beyond(WHOLE, grad[0].numel()))
+
+
 # ------------------------------------------------------------------------------ dropout
 
 
@@ -484,6 +496,31 @@ def test_quantize(impl: str, name: str, form: str, columnwise: bool) -> None:
     options = {"format": form, "columnwise": columnwise}
     along = {4: 1, 5: 1} if form != "per_tensor" else {4: 1}
     check_rows(impl, name, [x], rows, along=along, **options)
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_quantize", "group_quantize"))
+def test_quantize_several(impl: str, name: str, form: str, columnwise: bool) -> None:
+    """Tensors of a list, each beyond 2**31, and groups, of which one alone is beyond 2**32."""
+    need(50)
+    x, rows = normal(3 * TILE, COLUMNS), rows_of_tiles(WHOLE, COLUMNS)
+    options = {"format": form, "columnwise": columnwise}
+    if name == "group_quantize":
+        sizes = [torch.tensor(it, device=DEVICE) for it in ([len(x)], [len(x), rows])]
+        expected = call(impl, name, x, sizes[0], **options)
+        found = [poisoned(impl, name, repeated(x, len(x) + rows), sizes[1], **options)]
+    else:
+        expected = [it[0] if it else None for it in call(impl, name, [x], **options)]
+        many = [repeated(x, it) for it in (rows_of_tiles(HALF, COLUMNS), rows)]
+        lists = poisoned(impl, name, many, **options)
+        found = [[it[place] if it else None for it in lists] for place in range(2)]
+    for outputs in found:
+        for place, (one, wanted) in enumerate(zip(outputs, expected, strict=True)):
+            if wanted is None:
+                assert one is None
+            else:
+                check_again(one, wanted, int(place > 3 and wanted.dim() > 1))
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
@@ -596,13 +633,29 @@ def test_activations_that_are_quantised(impl: str, name: str) -> None:
     check_rows(impl, name, args, rows_beyond(WHOLE, gated * COLUMNS), format="mxfp8")
 
 
+@pytest.mark.parametrize(("impl", "name"), of_sets("dbias_dgelu_quantize"))
+def test_gradients_of_a_bias_that_are_quantised(impl: str, name: str) -> None:
+    need(40)
+    grad, x = (normal(PERIOD, COLUMNS, seed=seed) for seed in (1, 2))
+
+    def terms(grad: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = REGISTRY.contracts["dbias_dgelu"].oracle(grad, x)[1]
+        return found
+
+    rows = rows_beyond(WHOLE, COLUMNS)
+    check_rows(impl, name, [Rows(grad), Rows(x)], rows, sums={0: terms}, format="mxfp8")
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("impl", "name"), of_sets("rmsnorm_fwd_add_quantize"))
+@pytest.mark.parametrize(
+    ("impl", "name"), of_sets("rmsnorm_fwd_add_quantize", "layernorm_fwd_quantize")
+)
 def test_norms_that_are_quantised(impl: str, name: str, shape: str) -> None:
     need(50)
     columns = columns_of_norms()[shape]
-    x, residual = (Rows(normal(PERIOD, columns, seed=seed)) for seed in (1, 2))
-    args = [x, residual, normal(columns, seed=3)]
+    args: list[Any] = [Rows(normal(PERIOD, columns))]
+    args += [Rows(normal(PERIOD, columns, seed=2))] if "add" in name else []
+    args += [normal(columns, seed=3)]
     check_rows(impl, name, args, rows_beyond(WHOLE, columns), format="mxfp8")
 
 
@@ -678,23 +731,36 @@ def test_a_mean_of_losses_and_its_gradient(impl: str, name: str, at_once: bool) 
 
 @pytest.mark.parametrize(
     ("impl", "name"),
-    of_sets("fused_linear_cross_entropy_fwd", "fused_linear_cross_entropy_fwd_bwd"),
+    of_sets(
+        "fused_linear_cross_entropy_fwd",
+        "fused_linear_cross_entropy_bwd",
+        "fused_linear_cross_entropy_fwd_bwd",
+    ),
 )
 def test_losses_of_a_linear_layer(impl: str, name: str) -> None:
     """The layer has more than 2**32 logits."""
     need(60)
     _, target, rows = logits_and_targets()
     x, weight = normal(PERIOD, HIDDEN), normal(VOCABULARY, HIDDEN, seed=2)
-    grad = [normal(PERIOD, dtype=torch.float32)] if name.endswith("bwd") else []
-    expected = call(impl, name, x, weight, target, *grad)
-    many = (repeated(x, rows), weight, repeated(target, rows), *(repeated(it, rows) for it in grad))
-    found = poisoned(impl, name, *many)
-    for one, other in zip(found[:3], expected[:3], strict=False):
-        check_again(one, other, exact=False)
-    if grad:  # approximate: rows is not a multiple of PERIOD
-        weights = expected[3].float() * (rows / PERIOD)
-        error = (found[3].float() - weights).norm() / weights.norm()
+    grad = normal(PERIOD, dtype=torch.float32)
+    blocks = {"input": x, "target": target}
+    if name.endswith("bwd"):
+        blocks["grad_loss"] = grad
+    if name == "fused_linear_cross_entropy_bwd":
+        blocks["lse"] = (x.float() @ weight.float().t()).logsumexp(1)
+    expected = list(call(impl, name, weight=weight, **blocks))
+    many = {key: repeated(it, rows) for key, it in blocks.items()}
+    found = list(poisoned(impl, name, weight=weight, **many))
+    if name.endswith("bwd"):  # approximate: rows is not a multiple of PERIOD
+        place = len(found) - 2
+        weights = expected.pop(place).float() * (rows / PERIOD)
+        error = (found.pop(place).float() - weights).norm() / weights.norm()
         assert error < 0.1 + 3 * PERIOD / rows
+    for one, other in zip(found, expected, strict=True):
+        if other is None:
+            assert one is None
+        else:
+            check_again(one, other, exact=False)
 
 
 # ----------------------------------------------------------------------------- optimizers
@@ -713,27 +779,34 @@ def lists_beyond(*dtypes: torch.dtype) -> tuple[list[Any], list[Any]]:
     return blocks, [[repeated(it, size) for size in sizes] for it in blocks]
 
 
-@pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_scale"))
+@pytest.mark.parametrize(
+    ("impl", "name"), of_sets("multi_tensor_scale", "multi_tensor_scale_tensor")
+)
 def test_scaled_lists(impl: str, name: str) -> None:
     need(20)
     blocks, lists = lists_beyond(LOW, LOW)
     flags = [torch.zeros(1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    call(impl, name, blocks[:1], blocks[1:], 0.3, noop_flag=flags[0])
-    call(impl, name, *lists, 0.3, noop_flag=flags[1])
+    scale = on_device(0.3) if name.endswith("tensor") else 0.3
+    call(impl, name, blocks[:1], blocks[1:], scale, noop_flag=flags[0])
+    call(impl, name, *lists, scale, noop_flag=flags[1])
     for one in lists[1]:
         check_again(one, blocks[1])
     assert not flags[1].item()
     lists[0][1][-1] = torch.inf
-    call(impl, name, *lists, 0.3, noop_flag=flags[1])
+    call(impl, name, *lists, scale, noop_flag=flags[1])
     assert flags[1].item()
 
 
-@pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_l2norm"))
+@pytest.mark.parametrize(
+    ("impl", "name"), of_sets("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")
+)
 def test_norms_of_lists(impl: str, name: str) -> None:
     need(12)
     (block,), (tensors,) = lists_beyond(LOW)
-    norm, norms = poisoned(impl, name, tensors, per_tensor=True)
-    squares = block.double().square()
+    unscaled = "unscale" in name
+    scales = [on_device(0.5)] if unscaled else []
+    norm, norms = poisoned(impl, name, tensors, *scales, per_tensor=True)
+    squares = (block.double() * (0.5 if unscaled else 1)).square()
     for one, tensor in zip(norms, tensors, strict=True):
         check_sum(one.square()[None], squares[:, None], tensor.numel(), rounding=1e-4)
     torch.testing.assert_close(norm.reshape(()), norms.square().sum().sqrt(), rtol=1e-4, atol=0)
@@ -744,7 +817,7 @@ def check_step(
     name: str,
     blocks: list[Tensor],
     lists: list[list[Tensor]],
-    *numbers: float,
+    *numbers: float | Tensor,
     masters: bool = False,
 ) -> None:
     """Take a step on blocks and on the lists that repeat them; the last of each may be masters."""
@@ -767,6 +840,36 @@ def test_adam_with_masters(impl: str, name: str) -> None:
     need(80)
     given = lists_beyond(LOW, LOW, LOW, LOW, torch.float32)
     check_step(impl, name, *given, 1e-2, 3, masters=True)
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    of_sets("multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"),
+)
+def test_adam_in_a_graph(impl: str, name: str) -> None:
+    need(80)
+    dtypes = [LOW, LOW, LOW, LOW] + [torch.float32] * name.endswith("master")
+    check_step(impl, name, *lists_beyond(*dtypes), on_device(1e-2), on_device(3))
+
+
+@pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_adam_param_remainder"))
+def test_adam_with_remainders(impl: str, name: str) -> None:
+    need(60)
+    blocks, lists = lists_beyond(LOW, LOW, LOW, LOW, torch.int16)
+    check_step(impl, name, blocks, lists, 1e-2, 3)
+
+
+@pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_adam_fp8"))
+def test_adam_with_float8_parameters(impl: str, name: str) -> None:
+    need(80)
+    wide = [torch.float32] * 3
+    blocks, lists = lists_beyond(LOW, torch.float8_e4m3fn, *wide)
+    for number in (8.0, 0.0, 1.0):  # scales, amaxes and inverses of scales
+        blocks.append(on_device(number))
+        lists.append([on_device(number) for _ in lists[0]])
+    check_step(impl, name, blocks, lists, 1e-2, 3)
+    assert blocks[6].item() > 0
+    assert blocks[7].item() == 1 / 8
 
 
 @pytest.mark.parametrize(("impl", "name"), of_sets("multi_tensor_sgd"))
@@ -812,6 +915,23 @@ def check_collected(
         torch.testing.assert_close(found[start : start + each].float(), total, rtol=2**-7, atol=0.1)
 
 
+def check_spread(rows: Tensor, tokens: Tensor, token_of: Tensor, weights: Tensor) -> None:
+    """Check that each row is its token times its weight."""
+    each = max(1, CHUNK // tokens.shape[1])
+    for start in range(0, rows.shape[0], each):
+        part = tokens[token_of[start : start + each]].float() * weights[start : start + each, None]
+        assert torch.equal(rows[start : start + each], part.to(LOW)), start
+
+
+def check_squares(found: Tensor, tokens: Tensor) -> None:
+    """Check that the numbers in each row are the sum of its token's squares."""
+    each = max(1, CHUNK // tokens.shape[1])
+    for start in range(0, tokens.shape[0], each):
+        wanted = tokens[start : start + each].float().square().sum(1, keepdim=True)
+        part = found[start : start + each]
+        torch.testing.assert_close(part, wanted.expand_as(part), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize(("impl", "name"), of_sets("moe_permute_fwd"))
 def test_rows_by_index(impl: str, name: str) -> None:
     """The tokens have more than HALF elements, the rows more than WHOLE."""
@@ -830,15 +950,8 @@ def test_rows_by_index(impl: str, name: str) -> None:
     check_collected(collected, y, rows_of, probs)
     del collected
     dx, dprobs = poisoned(impl, "moe_unpermute_bwd", x, row_id_map, y, probs, num_rows=y.shape[0])
-    weights = probs.flatten()[indices.flatten().argsort(stable=True)]
-    each = CHUNK // COLUMNS
-    for start in range(0, dx.shape[0], each):
-        wanted = x[token_of[start : start + each]].float() * weights[start : start + each, None]
-        assert torch.equal(dx[start : start + each], wanted.to(LOW)), start
-    for start in range(0, tokens, each):
-        wanted = x[start : start + each].float().square().sum(1)  # both rows are its copies
-        for k in range(TOPK):
-            torch.testing.assert_close(dprobs[start : start + each, k], wanted, rtol=1e-3, atol=0)
+    check_spread(dx, x, token_of, probs.flatten()[indices.flatten().argsort(stable=True)])
+    check_squares(dprobs, x)  # a token's rows are its copies
     del dx, dprobs
     (dx, _) = poisoned(impl, "moe_unpermute_bwd", x, row_id_map, num_rows=y.shape[0] + PERIOD)
     check_gathered(dx[: y.shape[0]], x, token_of)
@@ -864,6 +977,13 @@ def test_rows_by_mask(impl: str, name: str) -> None:
     merged = poisoned(impl, "moe_unpermute_mask_fwd", y, row_id_map, probs)
     check_collected(merged, y, rows_of, probs.gather(1, indices))
     del merged
+    options = {"input": y, "probs": probs, "num_rows": y.shape[0]}
+    dx, dprobs = poisoned(impl, "moe_unpermute_mask_bwd", x, row_id_map, **options)
+    check_spread(dx[:count], x, token_of, permuted[:count])
+    check_zero(dx[count:])
+    check_squares(dprobs.gather(1, indices), x)
+    check_zero(torch.where(routed, 0, dprobs))
+    del dx, dprobs
     dx, dprobs = poisoned(impl, "moe_permute_mask_bwd", y, row_id_map, permuted)
     check_collected(dx, y, rows_of)
     check_equal(dprobs, torch.where(routed, probs, 0))
@@ -886,19 +1006,26 @@ def test_padded_rows(impl: str, name: str) -> None:
     check_equal(poisoned(impl, "fused_multi_row_unpadding", y, **lists), x)
 
 
-@pytest.mark.parametrize(("impl", "name"), of_sets("fused_topk_with_score_function_fwd"))
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    of_sets("fused_topk_with_score_function_fwd", "fused_score_for_moe_aux_loss_fwd"),
+)
 def test_routers(impl: str, name: str) -> None:
     need(70)
     logits = normal(PERIOD, HIDDEN)
     check_rows(impl, name, [Rows(logits), 4], rows_beyond(HALF, HIDDEN))
 
 
-@pytest.mark.parametrize(("impl", "name"), of_sets("fused_topk_with_score_function_bwd"))
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    of_sets("fused_topk_with_score_function_bwd", "fused_score_for_moe_aux_loss_bwd"),
+)
 def test_gradients_of_routers(impl: str, name: str) -> None:
     need(50)
     logits = normal(PERIOD, HIDDEN)
-    _, routing, scores = call(impl, "fused_topk_with_score_function_fwd", logits, 4)
-    args = [Rows(normal(PERIOD, HIDDEN, seed=2)), Rows(routing), Rows(scores), 4]
+    _, routing, scores = call(impl, name.removesuffix("bwd") + "fwd", logits, 4)
+    saved = [routing, scores] if "topk" in name else [scores]
+    args = [Rows(normal(PERIOD, HIDDEN, seed=2)), *map(Rows, saved), 4]
     check_rows(impl, name, args, rows_beyond(HALF, HIDDEN))
 
 
@@ -1004,6 +1131,50 @@ def test_halves_of_sequences(impl: str, name: str) -> None:
     assert x[ends[-2]].any()
 
 
+def offsets_of(sequences: int) -> Tensor:
+    """Offsets of sequences of QUERIES tokens each."""
+    places = torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE)
+    return places * QUERIES
+
+
+@pytest.mark.parametrize(("impl", "name"), of_sets("thd_out_correction"))
+def test_steps_of_a_ring(impl: str, name: str) -> None:
+    need(40)
+    blocks = [normal(PERIOD, QUERIES, HEADS, WIDTH, seed=seed) for seed in (1, 2)]
+    lses = [normal(PERIOD, HEADS, QUERIES, dtype=torch.float32, seed=seed) for seed in (3, 4)]
+    sequences = rows_beyond(WHOLE, blocks[0][0].numel())
+    many = [repeated(it, sequences) for it in (*blocks, *lses)]
+    for out, step, *of_keys in ((*blocks, *lses), many):
+        call(impl, name, out.flatten(0, 1), step.flatten(0, 1), *of_keys, offsets_of(len(out)))
+    check_again(many[0], blocks[0])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["sequences", "packed"])
+@pytest.mark.parametrize(("impl", "name"), of_sets("thd_second_half_lse_correction"))
+def test_sums_of_exponentials_of_halves(impl: str, name: str, packed: bool) -> None:
+    need(40)
+    blocks = [
+        normal(PERIOD, HEADS, it, dtype=torch.float32, seed=it) for it in (QUERIES, QUERIES // 2)
+    ]
+    sequences = rows_beyond(HALF, blocks[0][0].numel())
+
+    def arranged(lse: Tensor) -> Tensor:
+        return lse.transpose(0, 1).flatten(1) if packed else lse
+
+    few = [arranged(it) for it in blocks]
+    lse, step = (arranged(repeated(it, sequences)) for it in blocks)
+    forget()
+    small, large = offsets_of(PERIOD), offsets_of(sequences)
+    call(impl, name, *few, small, lse_packed=packed)
+    call(impl, name, lse, step, large, lse_packed=packed)
+    along = int(packed)
+    check_again(lse, few[0], along)
+    half = "thd_read_second_half_lse"
+    wanted = call(impl, half, few[0], small, few[1].shape[-1], lse_packed=packed)
+    found = poisoned(impl, half, lse, large, step.shape[-1], lse_packed=packed)
+    check_again(found, wanted, along)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize(("impl", "name"), of_sets("fused_rope_forward", "fused_rope_backward"))
 def test_angles_of_many_sequences(impl: str, name: str, interleaved: bool) -> None:
@@ -1032,15 +1203,22 @@ def test_angles_of_a_long_sequence(impl: str, name: str) -> None:
     check_numbers(y)
 
 
-@pytest.mark.parametrize(("impl", "name"), of_sets("fused_qkv_rope_forward"))
+@pytest.mark.parametrize(
+    ("impl", "name"), of_sets("fused_qkv_rope_forward", "fused_qkv_rope_backward")
+)
 def test_angles_of_packed_projections(impl: str, name: str) -> None:
     need(40)
     split = [2 * WIDTH, WIDTH, WIDTH]
-    block = normal(PERIOD, QUERIES // 4, HEADS // 2, sum(split))
-    freqs = normal(QUERIES // 4, 1, 1, WIDTH, dtype=torch.float32, seed=2)
-    rows = rows_beyond(WHOLE, block[0].numel())
+    tokens, groups = QUERIES // 4, HEADS // 2
+    if name.endswith("forward"):
+        blocks = [normal(PERIOD, tokens, groups, sum(split))]
+    else:
+        heads = (2 * groups, groups, groups)
+        blocks = [normal(PERIOD, tokens, it, WIDTH, seed=seed) for seed, it in enumerate(heads)]
+    freqs = normal(tokens, 1, 1, WIDTH, dtype=torch.float32, seed=2)
+    rows = rows_beyond(WHOLE, tokens * groups * sum(split))
     options = {"qkv_split": split, "qkv_format": "bshd"}
-    check_rows(impl, name, [Rows(block), freqs, freqs], rows, **options)
+    check_rows(impl, name, [*map(Rows, blocks), freqs, freqs], rows, **options)
 
 
 # ----------------------------------------------------------------- products, attention
@@ -1053,15 +1231,20 @@ def check_product(found: Tensor, terms: Tensor, times: int) -> None:
     assert bool((error <= 2**-6 * (expected.abs() + expected.square().mean().sqrt())).all())
 
 
+@pytest.mark.parametrize("dtype", [LOW, torch.float8_e4m3fn], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("large", ["output", "operand"])
 @pytest.mark.parametrize(("impl", "name"), of_sets("generic_gemm"))
-def test_products(impl: str, name: str, large: str) -> None:
+def test_products(impl: str, name: str, large: str, dtype: torch.dtype) -> None:
     need(30)
     n, k = (COLUMNS * 8, HIDDEN) if large == "output" else (HIDDEN, COLUMNS)
-    weight, block = normal(n, k, seed=2), normal(PERIOD, k)
+    weight, block = normal(n, k, seed=2).to(dtype), normal(PERIOD, k).to(dtype)
+    options: dict[str, Any] = {}
+    if dtype != LOW:
+        scales = {"A_scale_inv": on_device(0.5), "B_scale_inv": on_device(2.0)}
+        options = {**scales, "out_dtype": LOW}
     rows = rows_beyond(WHOLE, max(n, k))
-    expected = call(impl, name, weight, block)[0]
-    found = poisoned(impl, name, weight, repeated(block, rows))[0]
+    expected = call(impl, name, weight, block, **options)[0]
+    found = poisoned(impl, name, weight, repeated(block, rows), **options)[0]
     check_again(found, expected, exact=False)
 
 
@@ -1109,22 +1292,33 @@ def test_grouped_products(impl: str, name: str) -> None:
     check_numbers(found)
 
 
-@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal"])
 def test_attention(mask: str) -> None:
+    """With padding_causal, the tokens of all sequences follow one another."""
     impl, name = "default.flagos", "fused_attn_fwd"  # cuDNN declines so many elements
     need(80)
-    q, k, v, dout = (normal(PERIOD, QUERIES, HEADS, WIDTH, seed=seed) for seed in range(4))
-    rows = rows_beyond(HALF, q[0].numel())
-    options = {"attn_mask_type": mask}
-    few = (q, k, v)
+    blocks = [normal(PERIOD, QUERIES, HEADS, WIDTH, seed=seed) for seed in range(4)]
+    rows = rows_beyond(HALF, blocks[0][0].numel())
+    together = mask == "padding_causal"
+
+    def arguments(tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+        if not together:
+            return tensors, {"attn_mask_type": mask}
+        offsets = offsets_of(len(tensors[0]))
+        keys = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+        options = dict(zip(keys, (offsets, offsets, QUERIES, QUERIES), strict=True))
+        options |= {"attn_mask_type": mask, "qkv_format": "thd"}
+        return [it.flatten(0, 1) for it in tensors], options
+
+    (dout, *few), options = arguments(blocks)
     wanted, lse = call(impl, name, *few, **options)
-    many = [repeated(it, rows) for it in few]
-    out, found_lse = poisoned(impl, name, *many, **options)
+    (many_dout, *many), many_options = arguments([repeated(it, rows) for it in blocks])
+    out, found_lse = poisoned(impl, name, *many, **many_options)
     check_again(out, wanted, exact=False)
-    check_again(found_lse, lse, exact=False)
+    check_again(found_lse, lse, int(together), exact=False)
     backward = "fused_attn_bwd"
     gradients = call(impl, backward, dout, *few, wanted, lse, **options)
-    found = poisoned(impl, backward, repeated(dout, rows), *many, out, found_lse, **options)
+    found = poisoned(impl, backward, many_dout, *many, out, found_lse, **many_options)
     for one, other in zip(found[:3], gradients[:3], strict=True):
         check_again(one, other, exact=False)
 

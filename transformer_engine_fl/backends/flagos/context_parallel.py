@@ -19,7 +19,6 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     TRITON_TYPES,
     Written,
-    check_across,
     check_integers,
     check_size,
     dense,
@@ -290,10 +289,12 @@ def _second_half_lse(
 
     READ: copy them from the whole lse; otherwise add them to it.
     """
+    across = tl.cdiv(step_longest, COLUMNS)
+    above = tl.program_id(0) // across
     blocks = tl.cdiv(heads, HEADS)
-    padded = tl.program_id(0) // blocks
-    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    padded = above // blocks
+    head = (above % blocks) * HEADS + tl.arange(0, HEADS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
     if PACKED:
         sequence, number, half, known = token_at(offsets_ptr, column, sequences, highest, 2)
         whole = tl.load(offsets_ptr + sequence).to(tl.int64) + number + half
@@ -506,11 +507,9 @@ def _halves_of_lse(
     lse, half = _by_sequence(lse), _by_sequence(half)
     outer, heads, columns = half.shape
     above, beside = _LSE_TILE
-    programs = outer * -(-heads // above)
-    across = -(-columns // beside)
-    check_size(op, "rows", programs)
+    programs = outer * -(-heads // above) * -(-columns // beside)
+    check_size(op, "programs", programs)
     check_size(op, "tokens", lse.shape[-1])
-    check_across(op, across)
     launch = launch_of(
         _second_half_lse,
         half.device,
@@ -522,7 +521,7 @@ def _halves_of_lse(
         COLUMNS=beside,
     )
     numbers = (heads, lse.shape[-1], columns, *found, *lse.stride(), *half.stride())
-    launch((programs, across), (lse, half, offsets), numbers)
+    launch((programs, 1), (lse, half, offsets), numbers)
 
 
 @repeating
