@@ -37,17 +37,6 @@ def gradient_of_a_product(new: New) -> None:
     gemm.generic_gemm(A, A, grad=True, bias_grad=True)
 
 
-def second_halves_read(new: New) -> None:
-    lse, bounds = new(1, 2**24, dtype=torch.float32), new(2, dtype=torch.int32)
-    context_parallel.thd_read_second_half_lse(lse, bounds, 2**23, lse_packed=True)
-
-
-def second_halves_written(new: New) -> None:
-    lse, step = (new(1, size, dtype=torch.float32) for size in (2**24, 2**23))
-    bounds = new(2, dtype=torch.int32)
-    context_parallel.thd_second_half_lse_correction(lse, step, bounds, lse_packed=True)
-
-
 def cache_in_another_order(new: New) -> None:
     tokens, cache, bounds = new(0, 2**16, 1), new(1, 1, 2**16, 2)[..., :1], new(2).int()
     row = new(1).int()
@@ -70,8 +59,6 @@ def gradient_of_the_loss(new: New) -> None:
     [
         bias_gradient,
         gradient_of_a_product,
-        second_halves_read,
-        second_halves_written,
         cache_in_another_order,
         loss_of_experts,
         gradient_of_the_loss,

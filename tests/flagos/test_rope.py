@@ -94,20 +94,22 @@ def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> N
 # -------------------------------------------------------------------------- the kernel
 
 
-@pytest.mark.parametrize("programs", [0, 3, 10**6])
+@pytest.mark.parametrize("cut", [(32, 512, 1), (64, 2048, 4), (64, 4096, 64), (128, 16384, 8)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_heads_shared_out_among_any_number_of_programs(
-    programs: int, interleaved: bool, device: str
+def test_tokens_and_heads_divided_in_any_way(
+    cut: tuple[int, int, int], interleaved: bool, device: str
 ) -> None:
     freqs, options = table(40, 24, device), {"interleaved": interleaved}
-    with flagos._CUT.trial(flagos._OF_ONE._replace(programs=programs)):
+    with flagos._CUT.trial(flagos._Cut(*cut)):
         x = tokens(40, 1, 11, 32, device=device)
         check("fused_rope_forward", x, freqs, **options)
-        qkv = tokens(40, 1, 3, 4 * 32 + 32 + 48, device=device)
         options["qkv_split"] = (128, 32, 48)
-        check("fused_qkv_rope_forward", qkv, freqs, freqs[..., :8], **options)
-        grads = [tokens(40, 1, *part, device=device) for part in ((12, 32), (3, 32), (3, 48))]
-        check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
+        for groups in (1, 3):
+            qkv = tokens(40, 1, groups, 4 * 32 + 32 + 48, device=device)
+            check("fused_qkv_rope_forward", qkv, freqs, freqs[..., :8], **options)
+            shapes = (4 * groups, 32), (groups, 32), (groups, 48)
+            grads = [tokens(40, 1, *it, device=device) for it in shapes]
+            check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
 
 
 # d features, d2 of them rotated: a power of two, another number, all but two, a few of many.

@@ -22,13 +22,16 @@ def launch() -> None:
     split = (512, 128, 128)
     qkv = torch.zeros(6, 2, 4, sum(split), dtype=torch.bfloat16)
     parts = flagos.fused_qkv_rope_forward(qkv, freqs, freqs, qkv_split=split)
+    flagos.fused_qkv_rope_forward(qkv[:, :, :1], freqs, freqs, qkv_split=split)
     flagos.fused_qkv_rope_backward(
         *parts, freqs, freqs[..., :64], qkv_split=split, interleaved=True
     )
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """Each thread has four features of a half: wider reads would leave room for fewer heads."""
+    """Tokens of 2 bytes a feature are read and written 16 bytes at a time."""
     for case in cases:
         if case["dtype"] == "bf16":
+            assert case["wide loads"] >= 2, case
+            assert case["wide stores"] >= 2, case
             assert case["narrow accesses"] == 0, case

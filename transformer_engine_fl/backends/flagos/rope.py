@@ -1,10 +1,10 @@
 """Rotary position embedding in Triton.
 
-A program takes some tokens and some heads of each. It finds the tokens' positions, computes the
-cosines and sines of their angles once, keeps them in registers, and processes its heads with them,
-several at a time so that enough loads are in flight. Packed queries, keys and values are one
-launch, in which every program has heads of one of the three, on views of the packed tensor; no
-feature of the values is rotated.
+A program takes a few tokens and a few neighbouring heads of each, so that programs which run at
+the same time read and write the same parts of memory. It finds the tokens' positions, and computes
+the cosines and sines of their angles once for its heads, while these are being loaded. Packed
+queries, keys and values are one launch, in which every program has heads of one of the three, on
+views of the packed tensor; no feature of the values is rotated.
 """
 
 # mypy: disable-error-code="assignment,misc,no-any-return,unreachable"
@@ -12,7 +12,6 @@ feature of the values is rotated.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +41,7 @@ from transformer_engine_fl.ops import rope as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -182,26 +182,6 @@ def _cos_sin_mixed(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cos_sin(a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Cosines and sines of tiles of angles; how an angle is reduced does not depend on the others.
-
-    Most tables hold each angle twice, for both features of a pair.
-    """
-    if a.dtype == tl.float32:
-        if tl.max(_is_large(a) | (a != b).to(tl.int32)) == 0:
-            rest, quarter = _reduced(a)
-            cos_a, sin_a = _cos_sin_of_rest(rest, quarter)
-            cos_b, sin_b = cos_a, sin_a
-        else:
-            cos_a, sin_a = _cos_sin_mixed(a)
-            cos_b, sin_b = _cos_sin_mixed(b)
-    else:
-        cos_a, sin_a = _cos_sin_any(a)
-        cos_b, sin_b = _cos_sin_any(b)
-    return cos_a, sin_a, cos_b, sin_b
-
-
 # ------------------------------------------------------------------------------ kernels
 
 
@@ -231,42 +211,54 @@ def _head_at(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read_heads(
-    x_ptr: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    exists: tl.tensor,
-    per_group: tl.tensor,
-    x_group: tl.tensor,
-    x_head: tl.tensor,
+def _write_rotated(
+    x: tl.tuple,
+    y_row: tl.tensor,
+    there: tl.tensor,
+    in_sequence: tl.tensor,
+    known: tl.tensor,
+    cos_a: tl.tensor,
+    sin_a: tl.tensor,
+    cos_b: tl.tensor,
+    sin_b: tl.tensor,
     INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BACK: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
-    REST: tl.constexpr,
-) -> tl.tuple:
-    """Load HEADS heads: two halves, or both at once if pairs are interleaved, and the rest."""
-    pair = tl.arange(0, HALF)
-    feature = tl.arange(0, 2 * HALF)
-    reads = ()
-    for i in tl.static_range(HEADS):
-        there = exists[:, None] & (start + i < end)
-        row = x_ptr + _head_at(start + i, per_group, x_group, x_head, GROUPED) * UNIT
-        if INTERLEAVED and ROTATED > 0:
-            mask = there & (feature < ROTATED)[None, :]
-            reads += (fetch(row + feature[None, :], mask),)
-        elif ROTATED > 0:
-            mask = there & (pair < ROTATED // 2)[None, :]
-            reads += (fetch(row + pair[None, :], mask),)
-            reads += (fetch(row + ROTATED // 2 + pair[None, :], mask),)
-        if REST > 0:
-            other = ROTATED + tl.arange(0, REST)
-            others = there & (other < WIDTH)[None, :]
-            reads += (fetch(row + other[None, :], others, other=None),)
-    return reads
+) -> None:
+    """Store the rotated features; ``x`` are both halves, or interleaved pairs."""
+    pair = tl.arange(0, HALF)[None, None, :]
+    nothing = tl.where(in_sequence & ~known, float("nan"), 0.0).to(ACC)
+    cos_a += nothing
+    cos_b += nothing
+    sin_a += nothing
+    sin_b += nothing
+    if BACK:
+        sin_a, sin_b = -sin_b, -sin_a
+    dtype: tl.constexpr = y_row.dtype.element_ty
+    if INTERLEAVED:
+        u, v = tl.split(x[0].to(ACC).reshape(x[0].shape[0], x[0].shape[1], HALF, 2))
+    else:
+        u, v = x[0].to(ACC), x[1].to(ACC)
+    new_u = (u * cos_a - v * sin_a).to(dtype)
+    new_v = (v * cos_b + u * sin_b).to(dtype)
+    # Tokens that are not rotated are copied: rotated by 0, an infinity or NaN would spread to the
+    # other feature of its pair.
+    if INTERLEAVED:
+        y = tl.join(new_u, new_v).reshape(x[0].shape)
+        if PACKED:
+            y = tl.where(in_sequence, y, x[0])
+        feature = tl.arange(0, 2 * HALF)[None, None, :]
+        tl.store(y_row + feature, y, mask=there & (feature < ROTATED))
+    else:
+        if PACKED:
+            new_u = tl.where(in_sequence, new_u, x[0])
+            new_v = tl.where(in_sequence, new_v, x[1])
+        mask = there & (pair < ROTATED // 2)
+        tl.store(y_row + pair, new_u, mask=mask)
+        tl.store(y_row + ROTATED // 2 + pair, new_v, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -274,13 +266,17 @@ def _rotate_heads(
     x_ptr: tl.tensor,
     y_ptr: tl.tensor,
     freqs_ptr: tl.tensor,
-    outer: tl.tensor,
-    within: tl.tensor,
-    exists: tl.tensor,
-    position: tl.tensor,
-    in_sequence: tl.tensor,
-    first_head: tl.tensor,
-    portion: tl.tensor,
+    starts_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    first_token: tl.tensor,
+    part: tl.tensor,
+    tokens: tl.tensor,
+    inner: tl.tensor,
+    cp_size: tl.tensor,
+    cp_rank: tl.tensor,
+    sequences: tl.tensor,
+    highest: tl.tensor,
+    length: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     table_rows: tl.tensor,
@@ -293,102 +289,107 @@ def _rotate_heads(
     y_inner: tl.tensor,
     y_group: tl.tensor,
     y_head: tl.tensor,
+    SEQUENCE_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr,
-    PACKED: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
-    HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUPED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
-    """Rotate ``portion`` heads of these tokens, HEADS at a time.
+    """Rotate HEADS heads of TOKENS tokens, part ``part`` of those from ``first_token`` on.
 
     ROTATED of the WIDTH features are rotated; HALF has room for half of them, REST for the others.
-    GROUPED: a group has several heads. PACKED: some tokens may not be rotated.
+    GROUPED: a group has several heads.
     """
-    pair = tl.arange(0, HALF)
-    feature = tl.arange(0, 2 * HALF)
-    x_ptr += (outer * x_outer + within * x_inner)[:, None] * UNIT
-    y_ptr += (outer * y_outer + within * y_inner)[:, None] * UNIT
-    end = tl.minimum(first_head + portion, heads)
+    PACKED: tl.constexpr = offsets_ptr is not None
+    portions = tl.cdiv(heads, HEADS)
+    token = first_token + (part // portions) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < tokens
+    outer = token // inner
+    within = token % inner
+    in_sequence = exists
+    if PACKED:
+        sequence, place, own_length, in_sequence = token_at(
+            offsets_ptr, outer, sequences, highest, cp_size
+        )
+        position = _in_full(place, own_length, cp_size, cp_rank)
+    elif SEQUENCE_FIRST:
+        sequence = within
+        position = _in_full(outer, length, cp_size, cp_rank)
+    else:
+        sequence = outer
+        position = _in_full(within, length, cp_size, cp_rank)
+    if starts_ptr is not None:
+        position += tl.load(starts_ptr + sequence, mask=exists, other=0)
+    outer = outer.to(tl.int64)
+    within = within.to(tl.int64)
+    pair = tl.arange(0, HALF)[None, None, :]
+    feature = tl.arange(0, 2 * HALF)[None, None, :]
+    other = ROTATED + tl.arange(0, max(REST, 1))[None, None, :]
+    head = (part % portions) * HEADS + tl.arange(0, HEADS)
+    there = exists[:, None, None] & (head < heads)[None, :, None]
+    x_head_at = _head_at(head, per_group, x_group, x_head, GROUPED)[None, :, None]
+    y_head_at = _head_at(head, per_group, y_group, y_head, GROUPED)[None, :, None]
+    x_row = x_ptr + ((outer * x_outer + within * x_inner)[:, None, None] + x_head_at) * UNIT
+    y_row = y_ptr + ((outer * y_outer + within * y_inner)[:, None, None] + y_head_at) * UNIT
     # In flight while the angles are computed.
-    reads = _read_heads(
-        x_ptr, first_head, end, exists, per_group, x_group, x_head,
-        INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
-    )  # fmt: skip
+    x = ()
+    if INTERLEAVED and ROTATED > 0:
+        x += (fetch(x_row + feature, there & (feature < ROTATED)),)
+    elif ROTATED > 0:
+        half = there & (pair < ROTATED // 2)
+        x += (fetch(x_row + pair, half),)
+        x += (fetch(x_row + ROTATED // 2 + pair, half),)
+    if REST > 0:
+        rest = fetch(x_row + other, there & (other < WIDTH), other=None)
     if ROTATED > 0:
-        known = (in_sequence & (position >= 0) & (position < table_rows))[:, None]
-        freqs_ptr += position.to(tl.int64)[:, None] * (table_stride * TABLE_UNIT)
+        in_sequence = in_sequence[:, None, None]
+        known = in_sequence & ((position >= 0) & (position < table_rows))[:, None, None]
+        freqs_ptr += position.to(tl.int64)[:, None, None] * (table_stride * TABLE_UNIT)
         if INTERLEAVED:
-            entry = freqs_ptr + feature[None, :]
-            angle = fetch(entry, known & (feature < ROTATED)[None, :])
-            angle_a, angle_b = tl.split(angle.to(ACC).reshape(TOKENS, HALF, 2))
+            angles = fetch(freqs_ptr + feature, known & (feature < ROTATED)).to(ACC)
+            a, b = tl.split(angles.reshape(angles.shape[0], 1, HALF, 2))
         else:
-            entry = freqs_ptr + pair[None, :]
-            has_angle = known & (pair < ROTATED // 2)[None, :]
-            angle_a = fetch(entry, has_angle).to(ACC)
-            angle_b = fetch(entry + ROTATED // 2, has_angle).to(ACC)
-        cos_a, sin_a, cos_b, sin_b = _cos_sin(angle_a, angle_b)
-        nothing = tl.where(in_sequence[:, None] & ~known, float("nan"), 0.0).to(ACC)
-        cos_a += nothing
-        cos_b += nothing
-        sin_a += nothing
-        sin_b += nothing
-        if BACK:
-            sin_a, sin_b = -sin_b, -sin_a
-    EACH: tl.constexpr = (ROTATED > 0) + (ROTATED > 0 and not INTERLEAVED) + (REST > 0)
-    for start in tl.range(first_head, end, HEADS):
-        # All loads come before the first store: the compiler does not know that stores go to other
-        # memory.
-        for i in tl.static_range(HEADS):
-            there = exists[:, None] & (start + i < end)
-            row = y_ptr + _head_at(start + i, per_group, y_group, y_head, GROUPED) * UNIT
-            if ROTATED > 0:
-                if INTERLEAVED:
-                    u, v = tl.split(reads[EACH * i].to(ACC).reshape(TOKENS, HALF, 2))
-                else:
-                    u = reads[EACH * i].to(ACC)
-                    v = reads[EACH * i + 1].to(ACC)
-                new_u = u * cos_a - v * sin_a
-                new_v = v * cos_b + u * sin_b
-                # Tokens that are not rotated are copied below: rotated by 0, an infinity or NaN
-                # would spread to the other feature of its pair.
-                if INTERLEAVED:
-                    y = tl.join(new_u, new_v).reshape(TOKENS, 2 * HALF)
-                    y = y.to(y_ptr.dtype.element_ty)
-                    if PACKED:
-                        y = tl.where(in_sequence[:, None], y, reads[EACH * i])
-                    mask = there & (feature < ROTATED)[None, :]
-                    tl.store(row + feature[None, :], y, mask=mask)
-                else:
-                    y_u = new_u.to(y_ptr.dtype.element_ty)
-                    y_v = new_v.to(y_ptr.dtype.element_ty)
-                    if PACKED:
-                        y_u = tl.where(in_sequence[:, None], y_u, reads[EACH * i])
-                        y_v = tl.where(in_sequence[:, None], y_v, reads[EACH * i + 1])
-                    mask = there & (pair < ROTATED // 2)[None, :]
-                    tl.store(row + pair[None, :], y_u, mask=mask)
-                    row_v = row + ROTATED // 2
-                    tl.store(row_v + pair[None, :], y_v, mask=mask)
-            if REST > 0:
-                other = ROTATED + tl.arange(0, REST)
-                others = there & (other < WIDTH)[None, :]
-                tl.store(row + other[None, :], reads[EACH * i + EACH - 1], mask=others)
-        reads = _read_heads(
-            x_ptr, start + HEADS, end, exists, per_group, x_group, x_head,
-            INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
-        )  # fmt: skip
+            has_angle = known & (pair < ROTATED // 2)
+            a = fetch(freqs_ptr + pair, has_angle).to(ACC)
+            b = fetch(freqs_ptr + ROTATED // 2 + pair, has_angle).to(ACC)
+        if a.dtype == tl.float32:
+            # Most tables hold each angle twice, for both features of a pair.
+            if tl.max(_is_large(a) | (a != b).to(tl.int32)) == 0:
+                angle, quarter = _reduced(a)
+                cos, sin = _cos_sin_of_rest(angle, quarter)
+                _write_rotated(
+                    x, y_row, there, in_sequence, known, cos, sin, cos, sin,
+                    INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
+                )  # fmt: skip
+            else:
+                cos_a, sin_a = _cos_sin_mixed(a)
+                cos_b, sin_b = _cos_sin_mixed(b)
+                _write_rotated(
+                    x, y_row, there, in_sequence, known, cos_a, sin_a, cos_b, sin_b,
+                    INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
+                )  # fmt: skip
+        else:
+            cos_a, sin_a = _cos_sin_any(a)
+            cos_b, sin_b = _cos_sin_any(b)
+            _write_rotated(
+                x, y_row, there, in_sequence, known, cos_a, sin_a, cos_b, sin_b,
+                INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
+            )  # fmt: skip
+    if REST > 0:
+        tl.store(y_row + other, rest, mask=there & (other < WIDTH))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "tokens", "inner", "portion", "cp_size", "cp_rank", "sequences", "highest", "length",
+        "tokens", "inner", "cp_size", "cp_rank", "sequences", "highest", "length",
         *(
             f"{part}_{number}"
             for part in "qkv"
@@ -412,7 +413,6 @@ def _rotate(
     offsets_ptr: tl.tensor,
     tokens: tl.int32,
     inner: tl.int32,
-    portion: tl.int32,
     cp_size: tl.int32,
     cp_rank: tl.int32,
     sequences: tl.int32,
@@ -460,78 +460,68 @@ def _rotate(
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    Q_TOKENS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
     Q_GROUPED: tl.constexpr,
     Q_WIDTH: tl.constexpr,
     Q_ROTATED: tl.constexpr,
     Q_HALF: tl.constexpr,
     Q_REST: tl.constexpr,
+    K_TOKENS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     K_GROUPED: tl.constexpr,
     K_WIDTH: tl.constexpr,
     K_ROTATED: tl.constexpr,
     K_HALF: tl.constexpr,
     K_REST: tl.constexpr,
+    V_TOKENS: tl.constexpr,
+    V_HEADS: tl.constexpr,
     V_GROUPED: tl.constexpr,
     V_WIDTH: tl.constexpr,
     V_ROTATED: tl.constexpr,
     V_HALF: tl.constexpr,
     V_REST: tl.constexpr,
 ) -> None:
-    """TOKENS tokens, and of each ``portion`` heads of the queries, the keys or the values.
+    """Some heads of some tokens of the queries, the keys or the values.
 
-    A single tensor takes the place of the queries. Strides count units of UNIT elements, row
-    strides of freqs units of TABLE_UNIT. BACK: the gradient, which uses the transposed rotation.
+    A single tensor takes the place of the queries. TOGETHER tokens after one another have the
+    programs of their queries, then of their keys, then of their values: a program has Q_TOKENS and
+    Q_HEADS of the queries, and so on. Strides count units of UNIT elements, row strides of freqs
+    units of TABLE_UNIT. BACK: the gradient, which uses the transposed rotation.
     """
-    q_portions = tl.cdiv(q_heads, portion)
-    k_portions = tl.cdiv(k_heads, portion)
-    portions = q_portions + k_portions + tl.cdiv(v_heads, portion)
-    part = tl.program_id(0) % portions
-    token = (tl.program_id(0) // portions) * TOKENS + tl.arange(0, TOKENS)
-    exists = token < tokens
-    outer = token // inner
-    within = token % inner
-    in_sequence = exists
-    if offsets_ptr is not None:
-        sequence, place, own_length, in_sequence = token_at(
-            offsets_ptr, outer, sequences, highest, cp_size
-        )
-        position = _in_full(place, own_length, cp_size, cp_rank)
-    elif SEQUENCE_FIRST:
-        sequence = within
-        position = _in_full(outer, length, cp_size, cp_rank)
-    else:
-        sequence = outer
-        position = _in_full(within, length, cp_size, cp_rank)
-    if starts_ptr is not None:
-        position += tl.load(starts_ptr + sequence, mask=exists, other=0)
-    outer = outer.to(tl.int64)
-    within = within.to(tl.int64)
-    if part < q_portions:
+    q_parts = tl.cdiv(q_heads, Q_HEADS) * (TOGETHER // Q_TOKENS)
+    k_parts = tl.cdiv(k_heads, K_HEADS) * (TOGETHER // K_TOKENS)
+    parts = q_parts + k_parts + tl.cdiv(v_heads, V_HEADS) * (TOGETHER // V_TOKENS)
+    part = tl.program_id(0) % parts
+    first = (tl.program_id(0) // parts) * TOGETHER
+    if part < q_parts:
         _rotate_heads(
-            q_ptr, q_to_ptr, q_freqs_ptr, outer, within, exists, position, in_sequence,
-            part * portion, portion, q_heads, q_per_group, q_rows, q_stride,
-            q_outer, q_inner, q_group, q_head, q_to_outer, q_to_inner, q_to_group, q_to_head,
-            INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
-            Q_GROUPED, Q_WIDTH, Q_ROTATED, Q_HALF, Q_REST,
+            q_ptr, q_to_ptr, q_freqs_ptr, starts_ptr, offsets_ptr, first, part,
+            tokens, inner, cp_size, cp_rank, sequences, highest, length,
+            q_heads, q_per_group, q_rows, q_stride, q_outer, q_inner, q_group, q_head,
+            q_to_outer, q_to_inner, q_to_group, q_to_head,
+            SEQUENCE_FIRST, INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT,
+            Q_TOKENS, Q_HEADS, Q_GROUPED, Q_WIDTH, Q_ROTATED, Q_HALF, Q_REST,
         )  # fmt: skip
     elif k_ptr is not None:
-        if part < q_portions + k_portions:
+        if part < q_parts + k_parts:
             _rotate_heads(
-                k_ptr, k_to_ptr, k_freqs_ptr, outer, within, exists, position, in_sequence,
-                (part - q_portions) * portion, portion, k_heads, k_per_group, k_rows, k_stride,
-                k_outer, k_inner, k_group, k_head, k_to_outer, k_to_inner, k_to_group, k_to_head,
-                INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
-                K_GROUPED, K_WIDTH, K_ROTATED, K_HALF, K_REST,
+                k_ptr, k_to_ptr, k_freqs_ptr, starts_ptr, offsets_ptr, first, part - q_parts,
+                tokens, inner, cp_size, cp_rank, sequences, highest, length,
+                k_heads, k_per_group, k_rows, k_stride, k_outer, k_inner, k_group, k_head,
+                k_to_outer, k_to_inner, k_to_group, k_to_head,
+                SEQUENCE_FIRST, INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT,
+                K_TOKENS, K_HEADS, K_GROUPED, K_WIDTH, K_ROTATED, K_HALF, K_REST,
             )  # fmt: skip
         else:
             _rotate_heads(
-                v_ptr, v_to_ptr, v_ptr, outer, within, exists, position, in_sequence,
-                (part - q_portions - k_portions) * portion, portion,
-                v_heads, v_per_group, v_rows, v_stride,
-                v_outer, v_inner, v_group, v_head, v_to_outer, v_to_inner, v_to_group, v_to_head,
-                INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
-                V_GROUPED, V_WIDTH, V_ROTATED, V_HALF, V_REST,
+                v_ptr, v_to_ptr, v_ptr, starts_ptr, offsets_ptr, first, part - q_parts - k_parts,
+                tokens, inner, cp_size, cp_rank, sequences, highest, length,
+                v_heads, v_per_group, v_rows, v_stride, v_outer, v_inner, v_group, v_head,
+                v_to_outer, v_to_inner, v_to_group, v_to_head,
+                SEQUENCE_FIRST, INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT,
+                V_TOKENS, V_HEADS, V_GROUPED, V_WIDTH, V_ROTATED, V_HALF, V_REST,
             )  # fmt: skip
 
 
@@ -542,24 +532,14 @@ class _Cut(NamedTuple):
     """How tokens and heads are divided among programs.
 
     Attributes:
-        threads: threads of a program.
-        bytes: bytes of one head of a program's tokens.
-        heads: heads that a program reads at a time.
-        programs: least programs per multiprocessor, as far as heads can be divided.
+        threads: threads of a program; more if one head has more bytes.
+        bytes: bytes of a program's heads.
+        heads: heads of a token in a program, at most.
     """
 
     threads: int
     bytes: int
     heads: int
-    programs: int
-
-
-_OF_ONE = _Cut(128, 2048, 8, 128)
-_OF_THREE = _Cut(128, 2048, 4, 40)  # so that programs of queries have no more heads than others
-
-
-def _rule(tensors: int) -> _Cut:
-    return _OF_ONE if tensors == 1 else _OF_THREE
 
 
 class _Plan(NamedTuple):
@@ -567,34 +547,56 @@ class _Plan(NamedTuple):
 
     Attributes:
         launch: the kernel.
-        heads, tokens: what a program processes at a time.
-        wanted: number of programs to aim for, as far as heads can be divided.
+        together: tokens whose programs follow one another.
+        programs: their number.
     """
 
     launch: _launch.Launch
-    heads: int
-    tokens: int
-    wanted: int
+    together: int
+    programs: int
 
 
 _PLANS: dict[object, _Plan] = {}
 
+_MOST_ANGLES = 4
+"""Angles of a thread, at most, where a program could have more tokens: they take registers."""
 
-def _candidates(tensors: int, features: int, itemsize: int) -> Iterator[_Cut]:
-    for threads, size, heads in itertools.product((128, 256), (2048, 4096), (4, 8)):
-        yield _Cut(threads, size, heads, _rule(tensors).programs)
+
+def _candidates(tensors: int, interleaved: int, features: int, itemsize: int) -> Iterator[_Cut]:
+    for threads, size in ((32, 2048), (64, 2048), (64, 4096), (128, 8192)):
+        for heads in (8, 16):
+            yield _Cut(threads, size, heads)
+
+
+def _rule(
+    device: torch.device | None, tensors: int, interleaved: int, features: int, itemsize: int
+) -> _Cut:
+    if interleaved:
+        return _Cut(threads=64, bytes=4096, heads=16)
+    return _Cut(threads=32, bytes=2048, heads=8)
 
 
 _CUT = Choice(
     "fused_rope",
     _Cut,
-    key=("tensors", "features", "itemsize"),
+    key=("tensors", "interleaved", "features", "itemsize"),
     rounded=("features",),
     candidates=_candidates,
-    heuristic=lambda device, tensors, features, itemsize: _rule(tensors),
-    wrong=bounded(threads=(32, 1024), bytes=(512, 2**15), heads=(1, 16), programs=range(1, 257)),
+    heuristic=_rule,
+    wrong=bounded(threads=(32, 1024), bytes=(512, 2**15), heads=(1, 64)),
     plans=(_PLANS,),
 )
+
+
+def _tile(heads: int, half: int, cut: _Cut, room: int) -> tuple[int, int]:
+    """TOKENS and HEADS of a program with room for ``room`` heads in all.
+
+    HEADS is halved, down to 4, if the programs would otherwise lack more than an eighth of them.
+    """
+    found = min(triton.next_power_of_2(heads), cut.heads, room)
+    while found > 4 and -heads % found > heads // 8:
+        found //= 2
+    return max(1, min(room // found, _MOST_ANGLES * cut.threads // half)), found
 
 
 class _Places(NamedTuple):
@@ -631,7 +633,7 @@ class _Part(NamedTuple):
         return (*steps(self.x), *steps(self.y))
 
 
-_CONSTANTS = ("GROUPED", "WIDTH", "ROTATED", "HALF", "REST")
+_CONSTANTS = ("TOKENS", "HEADS", "GROUPED", "WIDTH", "ROTATED", "HALF", "REST")
 _NUMBERS = 12  # per part
 
 
@@ -649,20 +651,16 @@ def _run_rotation(op: str, parts: Sequence[_Part], places: _Places) -> None:
     check_size(op, "positions", max(rows for rows, _ in tables))
     unit = math.gcd(*(step for part in parts for step in part.steps()), WIDEST_UNIT)
     table_unit = math.gcd(*(stride for _, stride in tables), WIDEST_UNIT)
+    heads = tuple([part.heads for part in parts])
+    check_size(op, "heads (counted twice)", 2 * sum(heads))  # with those of unfilled programs
     constants = tuple([part.constants() for part in parts])
-    heads = [part.heads for part in parts]
-    check_size(op, "heads (counted twice)", 2 * sum(heads))  # portions may be twice as large
-    portion = triton.next_power_of_2(max(heads))
-    plan = _plan_of(first, constants, places, (unit, table_unit, portion))
-    blocks = -(-outer * inner // plan.tokens)
-    while portion > plan.heads and blocks * _portions(heads, portion) < plan.wanted:
-        portion //= 2
-    programs = blocks * _portions(heads, portion)
+    plan = _plan_of(first, heads, constants, places, (unit, table_unit))
+    programs = -(-outer * inner // plan.together) * plan.programs
     check_size(op, "programs", programs)
     sequences = 0 if places.offsets is None else places.offsets.shape[0] - 1
     check_size(op, "sequences", sequences)
     length = inner if places.qkv_format == "bshd" else outer
-    numbers = [outer * inner, inner, portion, places.cp_size, places.cp_rank]
+    numbers = [outer * inner, inner, places.cp_size, places.cp_rank]
     numbers += (sequences, highest_power(sequences) if sequences else 0, length)
     tensors: list[Tensor | None] = []
     for part, (rows, stride) in zip(parts, tables, strict=True):
@@ -675,48 +673,56 @@ def _run_rotation(op: str, parts: Sequence[_Part], places: _Places) -> None:
     plan.launch((programs, 1), (*tensors, places.starts, places.offsets), tuple(numbers))
 
 
-def _portions(heads: Sequence[int], portion: int) -> int:
-    """The number of programs for each block of tokens."""
-    return sum(-(-it // portion) for it in heads)
-
-
 def _plan_of(
-    like: Tensor, parts: tuple[tuple[int, ...], ...], places: _Places, sizes: tuple[int, int, int]
+    like: Tensor,
+    heads: tuple[int, ...],
+    parts: tuple[tuple[int, ...], ...],
+    places: _Places,
+    units: tuple[int, int],
 ) -> _Plan:
-    """The plan for parts with these constants; ``sizes``: UNIT, TABLE_UNIT, the most heads."""
+    """The plan for parts with so many heads and these constants; ``units``: UNIT, TABLE_UNIT."""
     sequence_first = places.qkv_format != "bshd"
     key = (
-        like.dtype, parts, sizes, sequence_first, places.starts is None, places.offsets is None,
-        places.interleaved, places.back, like.device,
+        like.dtype, heads, parts, units, sequence_first, places.starts is None,
+        places.offsets is None, places.interleaved, places.back, like.device,
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is not None:
         return plan
-    unit, table_unit, most_heads = sizes
     widest = max(2 * half * (rotated > 0) + rest for *_, rotated, half, rest in parts)
-    cut = _CUT(like.device, len(parts), widest, like.itemsize)
-    tokens = max(1, cut.bytes // like.itemsize // triton.next_power_of_2(widest))
-    heads = min(most_heads, cut.heads)
-    names = [f"{part}_{it}" for part in "QKV" for it in _CONSTANTS]
+    cut = _CUT(like.device, len(parts), int(places.interleaved), widest, like.itemsize)
+    bytes_of_one = triton.next_power_of_2(widest) * like.itemsize
+    room = max(1, cut.bytes // bytes_of_one)
+    threads = min(max(1, bytes_of_one // cut.bytes) * cut.threads, 1024)
+    sizes = [
+        _tile(count, half, cut, room) for count, (*_, half, _) in zip(heads, parts, strict=True)
+    ]
+    together = max(tokens for tokens, _ in sizes)
+    programs = sum(
+        together // tokens * -(-count // most)
+        for count, (tokens, most) in zip(heads, sizes, strict=True)
+    )
     nothing = (1,) * len(_CONSTANTS)
-    values = [it for part in (*parts, nothing, nothing) for it in part]
-    of_parts: dict[str, Any] = dict(zip(names, values, strict=False))
+    values = [(*size, *part) for size, part in zip(sizes, parts, strict=True)]
+    of_parts: dict[str, Any] = {
+        f"{name}_{constant}": value
+        for name, part in zip("QKV", (*values, nothing, nothing), strict=False)
+        for constant, value in zip(_CONSTANTS, part, strict=True)
+    }
     launch = _launch.Launch(
         _rotate,
         like.device,
-        threads=cut.threads,
+        threads=threads,
         SEQUENCE_FIRST=sequence_first,
         INTERLEAVED=places.interleaved,
         BACK=places.back,
         ACC=TRITON_TYPES[math_dtype(like.dtype)],
-        UNIT=unit,
-        TABLE_UNIT=table_unit,
-        HEADS=heads,
-        TOKENS=tokens,
+        UNIT=units[0],
+        TABLE_UNIT=units[1],
+        TOGETHER=together,
         **of_parts,
     )
-    wanted = cut.programs * _launch.limits(like.device).multiprocessors
-    return add_to_cache(_PLANS, key, _Plan(launch, heads, tokens, wanted))
+    return add_to_cache(_PLANS, key, _Plan(launch, together, programs))
 
 
 def _places(

@@ -690,6 +690,7 @@ _BACKWARD_USUAL = {
     _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
 }
 _BACKWARD_HALF = _BACKWARD_USUAL | {
+    4096: Cut(threads=256, width=4096),
     65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
     131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
     262144: _BACKWARD_USUAL[_ANY],
@@ -704,6 +705,7 @@ _BACKWARD = cut_choice(
     half=_BACKWARD_HALF,
     singly=_BACKWARD_HALF
     | {
+        4096: _BACKWARD_USUAL[4096],
         5120: Cut(threads=32, width=512, programs=16, stages=2, shared=True),
         16384: _BACKWARD_SINGLY,
         32768: _BACKWARD_SINGLY,
