@@ -158,28 +158,25 @@ def _cos_sin_of_rest(r: tl.tensor, quarter: tl.tensor) -> tuple[tl.tensor, tl.te
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cos_sin_any(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    if _INTERPRETED:
-        return tl.cos(angle), tl.sin(angle)
-    else:  # Triton's own are approximations there, and wrong for large angles
-        return libdevice.cos(angle), libdevice.sin(angle)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _is_large(angle: tl.tensor) -> tl.tensor:
     """1 if the angle is large, infinite or NaN; else 0."""
     return 1 - (tl.abs(angle) <= _LARGEST_ANGLE).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cos_sin_mixed(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Cosines and sines of angles some of which are large."""
-    rest, quarter = _reduced(angle)
-    exact_rest, exact_quarter = _reduced_exactly(angle)
-    large = _is_large(angle) != 0
-    return _cos_sin_of_rest(
-        tl.where(large, exact_rest, rest), tl.where(large, exact_quarter, quarter)
-    )
+def _cos_sin(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Cosines and sines of any angles; how one is reduced does not depend on the others."""
+    if angle.dtype == tl.float32:
+        rest, quarter = _reduced(angle)
+        exact_rest, exact_quarter = _reduced_exactly(angle)
+        large = _is_large(angle) != 0
+        return _cos_sin_of_rest(
+            tl.where(large, exact_rest, rest), tl.where(large, exact_quarter, quarter)
+        )
+    elif _INTERPRETED:
+        return tl.cos(angle), tl.sin(angle)
+    else:  # Triton's own are approximations there, and wrong for large angles
+        return libdevice.cos(angle), libdevice.sin(angle)
 
 
 # ------------------------------------------------------------------------------ kernels
@@ -360,25 +357,20 @@ def _rotate_heads(
             has_angle = known & (pair < ROTATED // 2)
             a = fetch(freqs_ptr + pair, has_angle).to(ACC)
             b = fetch(freqs_ptr + ROTATED // 2 + pair, has_angle).to(ACC)
-        if a.dtype == tl.float32:
-            # Most tables hold each angle twice, for both features of a pair.
-            if tl.max(_is_large(a) | (a != b).to(tl.int32)) == 0:
-                angle, quarter = _reduced(a)
-                cos, sin = _cos_sin_of_rest(angle, quarter)
-                _write_rotated(
-                    x, y_row, there, in_sequence, known, cos, sin, cos, sin,
-                    INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
-                )  # fmt: skip
-            else:
-                cos_a, sin_a = _cos_sin_mixed(a)
-                cos_b, sin_b = _cos_sin_mixed(b)
-                _write_rotated(
-                    x, y_row, there, in_sequence, known, cos_a, sin_a, cos_b, sin_b,
-                    INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
-                )  # fmt: skip
+        if a.dtype != tl.float32:
+            usual: tl.constexpr = False
+        else:  # most tables hold each angle twice, for both features of a pair
+            usual = tl.max(_is_large(a) | (a != b).to(tl.int32)) == 0
+        if usual:
+            angle, quarter = _reduced(a)
+            cos, sin = _cos_sin_of_rest(angle, quarter)
+            _write_rotated(
+                x, y_row, there, in_sequence, known, cos, sin, cos, sin,
+                INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
+            )  # fmt: skip
         else:
-            cos_a, sin_a = _cos_sin_any(a)
-            cos_b, sin_b = _cos_sin_any(b)
+            cos_a, sin_a = _cos_sin(a)
+            cos_b, sin_b = _cos_sin(b)
             _write_rotated(
                 x, y_row, there, in_sequence, known, cos_a, sin_a, cos_b, sin_b,
                 INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
