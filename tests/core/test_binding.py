@@ -248,12 +248,24 @@ def test_a_registration_while_a_handle_is_made_is_followed(monkeypatch: pytest.M
         (lambda a, **rest: (a, rest), (1,), {"b": 2}, (1, {"b": 2})),
         (lambda *all_of, c=3, **rest: (all_of, c, rest), (1, 2), {"d": 4}, ((1, 2), 3, {"d": 4})),
         (lambda a, /, b: (a, b), (1,), {"b": 2}, (1, 2)),
+        (lambda a, /, **rest: (a, rest), (1,), {"a": 2}, (1, {"a": 2})),
+        (lambda a, b=2, /, *, c: (a, b, c), (1,), {"c": 3}, (1, 2, 3)),
         (lambda fn, error=None: (fn, error), (1,), {"error": 2}, (1, 2)),
         (lambda name, cell, scoped: (name, cell, scoped), (1, 2, 3), {}, (1, 2, 3)),
         (lambda a, b=[]: (a, b), (1,), {}, (1, [])),
         (lambda args, kwargs: (args, kwargs), (1, 2), {}, (1, 2)),
     ],
-    ids=["kwargs", "varargs", "positional", "fn error", "our words", "unhashable", "args kwargs"],
+    ids=[
+        "kwargs",
+        "varargs",
+        "positional",
+        "same name",
+        "named",
+        "fn error",
+        "our words",
+        "unhashable",
+        "args kwargs",
+    ],
 )
 def test_every_form_of_signature_can_be_bound(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], expected: Any

@@ -313,6 +313,33 @@ def test_a_generator_ends_its_own_block_wherever_it_is_ended(manager: OpManager)
     assert active_scope() is ROOT
 
 
+def test_a_generator_that_is_ended_elsewhere_ends_no_equal_block_there(
+    manager: OpManager,
+) -> None:
+    def suspended() -> Iterator[None]:
+        with with_preference("reference"):
+            yield
+
+    generator = suspended()
+    contextvars.copy_context().run(next, generator)
+    with with_preference("reference"), with_denied_vendors("acme"):
+        generator.close()
+        assert manager.call("scale", None) == "reference.torch"
+    assert active_scope() is ROOT
+
+
+def test_blocks_that_end_out_of_order_leave_the_others(manager: OpManager) -> None:
+    first, second, third = (with_preference(it) for it in ("reference", "vendor", "reference"))
+    for block in (first, second, third):
+        block.__enter__()
+    first.__exit__(None, None, None)
+    assert manager.call("scale", None) == "reference.torch"
+    third.__exit__(None, None, None)
+    assert manager.call("scale", None) == "vendor.acme"
+    second.__exit__(None, None, None)
+    assert active_scope() is ROOT
+
+
 # ------------------------------------------------------------------------------- threads
 
 

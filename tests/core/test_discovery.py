@@ -277,12 +277,34 @@ def test_managers_that_share_a_registry_share_its_plugins(
     assert second.plugins == first.plugins
 
 
+@pytest.mark.parametrize(("vendor", "warnings"), [("acme", 0), ("acne", 1)])
+def test_a_vendor_that_registers_later_is_not_unknown(
+    vendor: str,
+    warnings: int,
+    plugin: Plugin,
+    modules: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = plugin(
+        """
+        from transformer_engine_fl import OpImpl, get_default_manager
+
+        def register(registry):
+            assert get_default_manager().get_selected_impl_id("rmsnorm_fwd")
+            registry.register_impl(OpImpl("op", "acme", "vendor", lambda x: x, vendor="acme"))
+        """
+    )
+    monkeypatch.setenv("TE_FL_PREFER", f"vendor:{vendor}")
+    modules(name)
+    assert get_default_manager().call("op", 7) == 7
+    assert caplog.text.count("unknown vendor") == warnings
+
+
 def test_a_plugin_may_ask_the_default_manager_while_it_registers(
     plugin: Plugin, modules: Callable[..., None]
 ) -> None:
     """The manager answers from what is registered so far; the plugin does not wait for itself."""
-    from transformer_engine_fl import get_default_manager
-
     name = plugin(
         """
         from transformer_engine_fl import OpImpl, get_default_manager

@@ -15,9 +15,11 @@ from transformer_engine_fl import (
     SelectionPolicy,
     UnknownOperatorError,
     policy_context,
+    reset_global_policy,
     set_global_policy,
     with_strict_mode,
 )
+from transformer_engine_fl.core.policy import get_environment
 
 
 @pytest.fixture
@@ -281,6 +283,29 @@ def test_what_the_environment_switches_off_serves_neither_here_nor_in_a_what_if(
     served = switched(None).explain_for("scale", device="cuda").selected
     assert served is not None
     assert served.impl_id == "off"
+
+
+def test_a_switch_is_read_again_when_the_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def switch() -> str | None:
+        return "by TE_FL_SKIP_CUDA" if get_environment().skip_cuda else None
+
+    probes: list[str] = []
+
+    def probe() -> bool:
+        probes.append("asked")
+        return True
+
+    manager = make_manager(
+        impl("off", "flagos", is_available=probe, switched_off=switch), impl("plain")
+    )
+    for skip, served in (("0", "off"), ("1", "plain"), ("0", "off")):
+        monkeypatch.setenv("TE_FL_SKIP_CUDA", skip)
+        reset_global_policy()
+        assert manager.call("scale", None) == served
+        for decision in (manager.explain("scale"), manager.explain_for("scale", device="cuda")):
+            assert decision.selected is not None
+            assert decision.selected.impl_id == served
+    assert probes == ["asked"]
 
 
 def test_a_switched_off_that_raises_is_reported_and_disables_the_set(

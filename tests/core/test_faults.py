@@ -171,6 +171,11 @@ TABLE = [
         in_place=True,
     ),
     Row("out of host memory", MemoryError, MemoryError),
+    Row(
+        "out of memory in a group",
+        lambda: ExceptionGroup("both", [ValueError(), torch.OutOfMemoryError("40 GiB")]),
+        ExceptionGroup,
+    ),
     Row("out of memory in words", cuda_error("out of memory"), RuntimeError),
     *(
         Row(f"out of memory as {type(fault()).__name__} {place}", fault, type(fault()))
@@ -298,6 +303,34 @@ def test_where_no_contract_says_what_is_written_the_implementation_does(
         with pytest.raises(PartialMutationError, match=said):
             manager.call("fused", ones(), ones())
         assert manager.call("fused", ones(), ones()) == "served"
+
+
+@pytest.mark.parametrize("before", [NotStartedError("no compiler"), NotSupportedError("odd")])
+@every_way
+def test_what_has_failed_or_declined_before_is_no_other_candidate(
+    route: str, guarded: bool, before: Exception, install: Callable[..., OpManager]
+) -> None:
+    """Half-written data ends each call; the operator stays usable once it is well again."""
+    first = Kernel(lambda: before)
+    second = Kernel(lambda: KernelError("half way"), in_place=True)
+    manager = install("scale_", first, second, guarded=guarded)
+    for runs in (1, 2):
+        with pytest.raises(PartialMutationError, match=r"will use 'impl\.1' again"):
+            arrive(manager, "scale_", route)(ones())
+        assert second.runs == runs
+    second.error = None
+    assert arrive(manager, "scale_", route)(ones()).tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("before", [NotStartedError("no compiler"), NotSupportedError("odd")])
+def test_half_written_data_names_the_candidate_that_serves_next(before: Exception) -> None:
+    first = Kernel(lambda: before)
+    second = Kernel(lambda: KernelError("half way"), in_place=True)
+    manager = world("scale_", first, second, Kernel(in_place=True))
+    with pytest.raises(PartialMutationError, match=r"will use 'impl\.2'"):
+        manager.call("scale_", ones())
+    assert manager.call("scale_", ones()).tolist() == [2, 2, 2, 2]
+    assert second.runs == 1
 
 
 @pytest.mark.parametrize("into", [None, torch.zeros(4), [torch.zeros(4)]])

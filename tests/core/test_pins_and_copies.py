@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import transformer_engine_fl as te
-from transformer_engine_fl import ops
+from transformer_engine_fl import functional, ops
 
 
 def manager_with(**fields: Any) -> te.OpManager:
@@ -40,6 +40,51 @@ def test_a_pin_fails_by_the_rules_of_the_policy_it_was_made_under(fields: dict[s
     pinned = manager_with(**fields).pin("work")
     te.set_global_policy(strict)
     assert pinned(x) == "second"
+
+
+@pytest.mark.parametrize("fields", [{}, {"devices": ["cpu"]}], ids=["direct", "guarded"])
+def test_a_pin_fixes_the_policy_alone(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Quarantine, monitors and registrations after it count."""
+    runs: list[str] = []
+
+    def failing(x: Any) -> str:
+        runs.append("first")
+        raise RuntimeError("out of order")
+
+    registry = te.OpRegistry({})
+    first = te.OpImpl("work", "first", "flagos", failing, mutates=(), priority=9, **fields)
+    second = te.OpImpl("work", "second", "reference", lambda x: "second", mutates=())
+    registry.register_many([first, second])
+    manager = te.OpManager(registry, builtins=False, plugins=False)
+    with te.with_preference("flagos"):
+        pinned = manager.pin("work")
+    x = torch.ones(2)
+    assert [pinned(x) for _ in range(3)] == ["second"] * 3
+    assert runs == ["first"], "then it is in quarantine"
+
+    seen: list[str] = []
+    undo = manager.monitor(lambda name, impl: seen.append(impl.impl_id))
+    pinned(x)
+    undo()
+    pinned(x)
+    assert seen == ["second"]
+
+    with te.with_preference("reference"):
+        third = te.OpImpl("work", "third", "flagos", lambda x: "third", mutates=(), priority=10)
+        registry.register_impl(third)
+        assert pinned(x) == "third", "its own policy prefers flagos"
+
+
+def test_a_monitor_sees_the_backward_of_a_forward_before_it() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    y = functional.rms_norm(x, torch.ones(4))
+    seen: list[str] = []
+    undo = te.get_default_manager().monitor(lambda name, impl: seen.append(name))
+    y.sum().backward()
+    undo()
+    assert seen == ["rmsnorm_bwd"]
 
 
 @pytest.mark.parametrize(

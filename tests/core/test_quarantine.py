@@ -248,6 +248,34 @@ def test_an_error_that_ends_the_call_notes_the_failure_before_it(
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
 
 
+def test_a_predicate_that_ends_the_call_does_not_hide_the_failure_before_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_memory(x: Any, factor: float = 2.0, *, mode: str = "plain") -> bool:
+        raise MemoryError
+
+    manager = world("scale", Unwell())
+    second = OpImpl("scale", "impl.1", "reference", Kernel(), priority=-1, supports=no_memory)
+    manager.registry.register_impl(second)
+    with pytest.raises(MemoryError) as caught:
+        manager.call("scale", ones())
+    (note,) = caught.value.__notes__
+    assert note.startswith("scale: 'impl.0', tried before 'impl.1', failed: KernelError: unwell")
+    assert "'impl.0' failed (KernelError: unwell" in caplog.text
+    assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
+
+
+def test_a_reset_without_anything_to_reset_compiles_nothing_again() -> None:
+    manager = world("scale", Unwell(), Kernel())
+    epoch = manager.epoch
+    manager.reset_quarantine()
+    assert manager.epoch == epoch
+    manager.call("scale", ones())
+    epoch = manager.epoch
+    manager.reset_quarantine()
+    assert manager.epoch != epoch
+
+
 def test_a_failure_without_quarantine_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     class Fickle(Unwell):
         def __call__(self, x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:

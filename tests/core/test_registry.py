@@ -33,6 +33,24 @@ def ids(registry: OpRegistry, op_name: str = "scale") -> list[str]:
     return [it.impl_id for it in registry.get_implementations(op_name)]
 
 
+def test_each_broken_probe_of_one_line_is_warned_of(
+    registry: OpRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_driver() -> bool:
+        raise OSError("no driver")
+
+    def no_license() -> bool:
+        raise OSError("no license")
+
+    probes = {"one": no_driver, "other": no_license, "same": no_license}
+    registry.register_many(
+        impl(name, "flagos", is_available=probe) for name, probe in probes.items()
+    )
+    OpManager(registry, builtins=False, plugins=False).explain("scale")
+    said = [it.getMessage() for it in caplog.records if "is_available() raised" in it.getMessage()]
+    assert [it.split(":")[0] for it in said] == ["one", "other"]
+
+
 def test_a_duplicate_names_both_and_where_each_was_registered(registry: OpRegistry) -> None:
     frame = inspect.currentframe()
     assert frame is not None

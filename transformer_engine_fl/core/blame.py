@@ -123,23 +123,27 @@ def caused_by_caller(error: BaseException) -> bool:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and the errors that led to it in the code that we called.
+    """The error, the errors that led to it in the code that we called, and those of its groups.
 
     An error that our caller is handling is in its ``__context__`` too, but with other frames.
     """
-    found: BaseException | None = error
+    left = [error]
     seen: set[int] = set()  # an error may be its own cause
-    while found is not None and id(found) not in seen:
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
         yield found
         seen.add(id(found))
+        if isinstance(found, BaseExceptionGroup):
+            left += found.exceptions[::-1]
         if found.__cause__ is not None:  # raised ``from`` it
-            found = found.__cause__
-            continue
-        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
-        found = found.__context__
-        caught = None if found is None else found.__traceback__
-        if caught is None or caught.tb_frame not in frames:
-            return
+            left.append(found.__cause__)
+        elif found.__context__ is not None:
+            frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
+            caught = found.__context__.__traceback__
+            if caught is not None and caught.tb_frame in frames:
+                left.append(found.__context__)
 
 
 def _home(file: str) -> str:

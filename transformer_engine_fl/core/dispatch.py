@@ -259,6 +259,7 @@ def _generated(name: str, signature: inspect.Signature, namespace: dict[str, Any
     """The function of a handle, whose globals are ``namespace``."""
     parameters, positional, named = [], [], []
     starred = False
+    only = sum(it.kind is it.POSITIONAL_ONLY for it in signature.parameters.values())
     for parameter in signature.parameters.values():
         text = parameter.name
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -272,6 +273,8 @@ def _generated(name: str, signature: inspect.Signature, namespace: dict[str, Any
             namespace[f"_te_fl_default_{parameter.name}"] = parameter.default
             text += f"=_te_fl_default_{parameter.name}"
         parameters.append(text)
+        if len(parameters) == only:
+            parameters.append("/")
         if parameter.kind is parameter.KEYWORD_ONLY:
             named.append(parameter.name)
         elif parameter.kind is parameter.VAR_KEYWORD:

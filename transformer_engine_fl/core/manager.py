@@ -213,13 +213,21 @@ class OpManager:
     def pin(self, op_name: str) -> Handle:
         """A function that calls the operator under the policy in force now, not under later ones.
 
-        A backward uses it to run under its forward's policy, in whichever thread it runs.
+        Later registrations, monitors and quarantines do count. A backward uses it to run under its
+        forward's policy, in whichever thread it runs.
         """
-        served, plan = self._built(op_name, active_scope())
-        fn = served.fn
+        table = self._table
+        state = (table, *self._built(op_name, active_scope()))
 
         def pinned(*args: Any, **kwargs: Any) -> Any:
-            repeats = served.repeats
+            nonlocal state
+            table, served, plan = state
+            if table is not self._table:  # every plan is outdated
+                table = self._table
+                plan = self._plan(plan.op_name, plan.effective)
+                served = plan.served()
+                state = (table, served, plan)
+            fn, repeats = served.fn, served.repeats
             if repeats is not None and (last := repeats.last) is served.approved:
                 try:
                     found = last(*args, **kwargs)
@@ -336,11 +344,12 @@ class OpManager:
 
         An ``is_available`` that has raised is called again, too.
         """
+        changed = bool(self.quarantine.held())
         self.quarantine.clear()
         for entries in self.registry.snapshot().operators.values():
             for entry in entries:
-                entry.ask_again()
-        self._invalidate(epoch=True)
+                changed |= entry.ask_again()
+        self._invalidate(epoch=changed)
 
     # ---------------------------------------------------------------- coming to life
 
@@ -445,6 +454,9 @@ class OpManager:
         name = self._known(op_name)
         effective = effective_policy(scope)
         self._vet(effective)
+        return self._plan(name, effective)
+
+    def _plan(self, name: str, effective: EffectivePolicy) -> Plan:
         entries = self.registry.entries(name)
         return Plan(self, name, self.registry.contracts.get(name), entries, effective)
 
@@ -497,9 +509,9 @@ class OpManager:
         return decision.selected
 
     def _vet(self, effective: EffectivePolicy) -> None:
-        """Warn once of each unknown name in the policy."""
+        """Warn once of each unknown name in the policy, but not while plugins still register."""
         key = effective.policy.key
-        if key in self._vetted:
+        if key in self._vetted or not self._started:
             return
         for message in unknown_names(effective, self.registry):
             if self.is_new_warning(message):

@@ -84,10 +84,10 @@ class Plan:
         effective: EffectivePolicy,
     ) -> None:
         self._manager = manager
-        self._op_name = op_name
+        self.op_name = op_name
         self._contract = contract
         self._entries = {entry.impl.impl_id: entry for entry in entries}
-        self._effective = effective
+        self.effective = effective
         self._strict = bool(effective.policy.strict)
 
     # ------------------------------------------------------------------- questions
@@ -112,11 +112,11 @@ class Plan:
     def explain(self, facts: Facts, call: tuple[Args, Kwargs] | None) -> Decision:
         """Judge every candidate; the one selected is loaded, to be sure that it can serve."""
         while True:
-            held = self._manager.quarantine.reasons(self._op_name, facts.device, facts.dtype)
+            held = self._manager.quarantine.reasons(self.op_name, facts.device, facts.dtype)
             decision = select(
-                self._op_name,
+                self.op_name,
                 tuple(self._entries.values()),
-                self._effective,
+                self.effective,
                 facts,
                 call=call,
                 quarantined=held,
@@ -133,9 +133,9 @@ class Plan:
         """Judge every candidate for a device that need not be present."""
         entries = tuple(self._entries.values())
         decision = select(
-            self._op_name,
+            self.op_name,
             entries,
-            self._effective,
+            self.effective,
             facts,
             is_fatal=self._is_fatal,
             assume_available=True,
@@ -148,7 +148,7 @@ class Plan:
         held = [
             f"{key.impl_id} is in quarantine for {key.device}, {key.dtype}: {reason}"
             for key, reason in self._manager.quarantine.held().items()
-            if key.op_name == self._op_name
+            if key.op_name == self.op_name
         ]
         return decision.with_note("; ".join([decision.note] * bool(decision.note) + held))
 
@@ -163,7 +163,7 @@ class Plan:
             known.update(entry.impl.supported_dtypes or ())
         if known and name not in known:
             raise ConfigurationError(
-                f"dtype: {name!r} is not a dtype of {self._op_name!r}; "
+                f"dtype: {name!r} is not a dtype of {self.op_name!r}; "
                 f"valid: {', '.join(sorted(known))}{suggestion(name, known)}"
             )
         return name
@@ -207,7 +207,7 @@ class Plan:
             return DispatchEntry(self._slow_path())
         entry = self._entries[chosen.impl_id]
         if self._unconditional(entry):
-            self._manager.log_selection(self._op_name, chosen)
+            self._manager.log_selection(self.op_name, chosen)
             return DispatchEntry(entry.fn)
         return guarded(self._manager.tensors.key, self.dispatch_on[0], self._remember, self.serve)
 
@@ -225,7 +225,7 @@ class Plan:
         return (
             entry.impl.unconditional
             and not entry.missing
-            and (self._strict or not self._manager.quarantine.concerns(self._op_name))
+            and (self._strict or not self._manager.quarantine.concerns(self.op_name))
         )
 
     def _remember(self, args: Args, kwargs: Kwargs, memo: dict[Any, Steps]) -> Steps:
@@ -250,7 +250,7 @@ class Plan:
         first = entries[0]
         simple = first.impl.supports is None and not first.missing
         if simple:  # otherwise each call's arguments decide, and _after_success logs it
-            self._manager.log_selection(self._op_name, first.impl)
+            self._manager.log_selection(self.op_name, first.impl)
         return Steps(self._callable(first, facts.fake), simple, facts.fake, entries)
 
     def decide(self, facts: Facts) -> Decision:
@@ -266,13 +266,13 @@ class Plan:
             entry = self._entries[verdict.impl.impl_id]
             meant = entry.broken and tensor_reason(entry, facts) is None
             if meant and verdict.cause == "available":
-                token = named_by(verdict.impl, self._op_name, entry, self._effective)
+                token = named_by(verdict.impl, self.op_name, entry, self.effective)
                 if token is not None:
                     raise PluginError(f"the policy names {token!r}: {entry.load()}")
         broken = broken_vendors(self._manager.registry)
         if broken:
             entries, chosen = tuple(self._entries.values()), decision.selected
-            for name in vendors_named(self._op_name, entries, self._effective, chosen):
+            for name in vendors_named(self.op_name, entries, self.effective, chosen):
                 if name in broken:
                     raise PluginError(f"the policy names 'vendor:{name}': {broken[name]}")
         return decision
@@ -314,7 +314,11 @@ class Plan:
         reason: tuple[str, str] | Exception | None = None
         try:
             for entry in steps.candidates:
-                reason = None if error else self._declined(entry, args, kwargs)
+                try:
+                    reason = None if error else self._declined(entry, args, kwargs)
+                except Exception as raised:
+                    self._after_last_failure(entry.impl, raised, faults, reasons, args, kwargs)
+                    raise
                 if reason is None and error is None:
                     try:
                         result = self._callable(entry, steps.fake)(*args, **kwargs)
@@ -325,7 +329,7 @@ class Plan:
                         return result
                 if error is not None:
                     last, error = error, None
-                    reason = self._after_failure(entry, last, args, kwargs)
+                    reason = self._after_failure(entry, last, reasons, args, kwargs)
                     if isinstance(reason, Exception):
                         self._after_last_failure(entry.impl, reason, faults, reasons, args, kwargs)
                         raise reason
@@ -351,9 +355,17 @@ class Plan:
         return ("supports", answer) if answer is not None else None
 
     def _after_failure(
-        self, entry: Entry, error: Exception, args: Args, kwargs: Kwargs
+        self,
+        entry: Entry,
+        error: Exception,
+        before: Mapping[str, tuple[str, str]],
+        args: Args,
+        kwargs: Kwargs,
     ) -> tuple[str, str] | Exception:
-        """(cause, reason) if another candidate may run; the error to raise if none may."""
+        """(cause, reason) if another candidate may run; the error to raise if none may.
+
+        ``before`` has the cause and the reason of each candidate that did not serve this call.
+        """
         tensors = self._manager.tensors
         if self._contract is None and not entry.takes(args, kwargs):
             return error  # a mistake in the call: nothing has run
@@ -372,18 +384,24 @@ class Plan:
         if outcome is Outcome.DECLINED:
             return "supports", f"declined: {blame.error_text(error)}"[:_TEXT]
         if outcome is Outcome.HALF_WRITTEN:
-            half_written = self._half_written(entry.impl, error_details, args, kwargs)
+            half_written = self._half_written(entry.impl, error_details, before, args, kwargs)
             half_written.__cause__ = error
             return half_written
         return "failed", f"failed: {error_details}"
 
     def _half_written(
-        self, impl: OpImpl, error_details: str, args: Args, kwargs: Kwargs
+        self,
+        impl: OpImpl,
+        error_details: str,
+        before: Mapping[str, tuple[str, str]],
+        args: Args,
+        kwargs: Kwargs,
     ) -> PartialMutationError:
         """The error for arguments that may be half written; quarantines what failed.
 
         But if no other candidate is left for such calls, the failed one is tried again next
-        time, as after a failure that writes nothing.
+        time, as after a failure that writes nothing. Candidates that have just failed or declined
+        (``before``) are not left.
         """
         declared_writes = self._written(impl, args, kwargs)
         names = declared_writes or self._tensor_names(args, kwargs)
@@ -397,6 +415,7 @@ class Plan:
         else:
             what = f"failed and may have partly written {listed}; no other implementation was tried"
         decision = self.explain(self.facts(args, kwargs), (args, kwargs))
+        decision = decision.rejecting(before)
         others = [it.impl_id for it in decision.accepted if it.impl_id != impl.impl_id]
         if others and self._quarantine_impl(impl, error_details, args, kwargs)[0]:
             then = (
@@ -442,7 +461,7 @@ class Plan:
         if self._strict or not all(map(self._manager.tensors.is_ordinary, tensors)):
             return False, False
         facts = self.facts(args, kwargs)
-        key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
+        key = QuarantineKey(self.op_name, impl.impl_id, facts.device, facts.dtype)
         new = self._manager.quarantine.add(key, error_details)
         self._manager.plans_outdated()
         return True, new
@@ -452,9 +471,9 @@ class Plan:
     ) -> None:
         """After a candidate has served: quarantine those that failed before it."""
         self._quarantine_failed(faults, f"{impl.impl_id!r} served", args, kwargs)
-        self._manager.log_selection(self._op_name, impl, again=False)
+        self._manager.log_selection(self.op_name, impl, again=False)
         for monitor in self._manager.active_monitors:
-            monitor.notify(self._op_name, impl)
+            monitor.notify(self.op_name, impl)
 
     def _after_last_failure(
         self,
@@ -469,7 +488,7 @@ class Plan:
         if isinstance(error, ArgumentError):
             return  # the caller's mistake: no implementation is blamed
         for impl_id, (_, reason) in reasons.items():
-            error.add_note(f"{self._op_name}: {impl_id!r}, tried before {impl.impl_id!r}, {reason}")
+            error.add_note(f"{self.op_name}: {impl_id!r}, tried before {impl.impl_id!r}, {reason}")
         ended = f"{impl.impl_id!r}, tried next, ended the call with {type(error).__name__}"
         self._quarantine_failed(faults, ended, args, kwargs)
 
@@ -479,12 +498,12 @@ class Plan:
         """Quarantine what has failed, and warn of each; ``then`` says what followed."""
         for failed, kind, error_details in faults:
             quarantined, new = self._quarantine_impl(failed, error_details, args, kwargs)
-            message = f"{self._op_name}/{failed.impl_id}: {kind}"
+            message = f"{self.op_name}/{failed.impl_id}: {kind}"
             if not (new if quarantined else self._manager.is_new_warning(message)):
                 continue  # warned of before: it fails at each such call, or in several threads
             logger.warning(
                 "Op %r: %r failed (%s) and is %s; %s",
-                self._op_name,
+                self.op_name,
                 failed.impl_id,
                 error_details,
                 "in quarantine for this device and dtype until reset_quarantine()"
@@ -507,17 +526,17 @@ class Plan:
             return wrong
         decision = self.explain(self.facts(args, kwargs), (args, kwargs)).rejecting(reasons)
         if faults and not self._strict:
-            message = f"every implementation of {self._op_name!r} failed or declined"
+            message = f"every implementation of {self.op_name!r} failed or declined"
             return AllCandidatesFailedError(message, decision)
         return self.unserved(decision)
 
     def unserved(self, decision: Decision) -> StrictModeError | NoImplementationError:
         """The error for a call that no candidate may serve."""
         if self._strict:
-            message = f"strict mode: {self._op_name!r} is not served by its first candidate"
+            message = f"strict mode: {self.op_name!r} is not served by its first candidate"
             return StrictModeError(message, decision)
         return NoImplementationError(
-            f"no implementation of {self._op_name!r} serves this call", decision
+            f"no implementation of {self.op_name!r} serves this call", decision
         )
 
 

@@ -457,18 +457,15 @@ class Scope:
                 found = self._children[key] = Scope(self, block)
             return found
 
-    def without(self, block: SelectionPolicy) -> Scope:
-        """The scope after the innermost block equal to ``block`` has ended.
+    def without(self, place: int) -> Scope:
+        """The scope after the block that ``place`` others were entered after has ended.
 
         That is this scope's own block, unless a generator was suspended inside a block. Such a
-        block stays in force for the generator's caller. It may end inside blocks that were
-        entered later, or in a context that never entered it.
+        block stays in force for the generator's caller, and may end inside blocks that were
+        entered later.
         """
-        if self.parent is None:
-            return self
-        if self.block == block:
-            return self.parent
-        return self.parent.without(block).child(self.block)
+        assert self.parent is not None, "a block that was not entered"  # an internal invariant
+        return self.parent if place == 0 else self.parent.without(place - 1).child(self.block)
 
     active: property
 
@@ -477,6 +474,9 @@ ROOT: Final = Scope(None, SelectionPolicy())
 """The scope outside every ``with`` block."""
 
 _scope: Final = contextvars.ContextVar("te_fl_scope", default=ROOT)
+_entered: Final = contextvars.ContextVar[tuple["policy_context", ...]]("te_fl_blocks", default=())
+"""The blocks that were entered here and in the contexts that this one is a copy of, innermost
+first: those of the scope."""
 Scope.active = property(_scope.get)
 
 active_scope: Final[Callable[[], Scope]] = _scope.get
@@ -534,7 +534,8 @@ class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions o
     again, and shared, and decorates functions. Takes a :class:`SelectionPolicy` or its
     fields; they replace those of an outer block, but what that rules out stays ruled out.
     A generator that is suspended inside such a block must be closed in the same thread or
-    task: closed elsewhere, it leaves the block in force where it was suspended.
+    task: closed elsewhere, it leaves the block in force where it was suspended, and ends none
+    of the blocks there.
 
     Raises:
         ConfigurationError: a value is malformed.
@@ -559,8 +560,8 @@ class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions o
 
     @in_compiled_code(lambda self: refuse_block())
     def __enter__(self) -> SelectionPolicy:
-        scope = _scope.get().child(self.policy)
-        _scope.set(scope)
+        _scope.set(_scope.get().child(self.policy))
+        _entered.set((self, *_entered.get()))
         return self.policy
 
     def __exit__(
@@ -569,7 +570,11 @@ class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions o
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _scope.set(_scope.get().without(self.policy))
+        entered = _entered.get()
+        place = next((place for place, it in enumerate(entered) if it is self), None)
+        if place is not None:  # otherwise it was entered elsewhere
+            _scope.set(_scope.get().without(place))
+            _entered.set(entered[:place] + entered[place + 1 :])
 
 
 def with_preference(prefer: str) -> policy_context:
@@ -653,6 +658,8 @@ class _State:
                 environment = parse_environment(os.environ)
         said = (self.policy, environment and environment.policy)
         self.key = " / ".join(policy.key if policy else "" for policy in said)
+        if environment is not None and environment.skip_cuda:
+            self.key += " / skip_cuda"
 
 
 policy_state: Final = _State()
@@ -727,7 +734,10 @@ def set_global_policy(policy: SelectionPolicy | None) -> SelectionPolicy | None:
 
 
 def reset_global_policy() -> None:
-    """Forget the policy set by code, and read the environment again at the next use."""
+    """Forget the policy set by code, and read the environment again at the next use.
+
+    Change the environment before: compiled code uses it as it is now until something reads it.
+    """
     _import_reader()
     with policy_state.lock:
         policy_state.policy = policy_state.environment = None

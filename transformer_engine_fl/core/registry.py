@@ -90,7 +90,7 @@ class Entry:
         self.broken = False
         self._fn: Callable[..., Any] | None = None
         self._fit: Fit | None = None
-        probed = bool(impl.is_available or impl.switched_off)
+        probed = impl.is_available is not None
         self._unavailable: str | None = None if probed else ""
         self._probe_raised = False
         self._probe_lock = ForkSafeLock() if probed else _NO_PROBE_LOCK
@@ -139,21 +139,29 @@ class Entry:
         return True
 
     def unavailable(self) -> str | None:
-        """Why this machine cannot run it; None if it can, as far as known. Calls its probe once."""
+        """Why this machine cannot run it; None if it can, as far as known.
+
+        Calls its probe once, but its switch each time: the environment may have been read again.
+        """
+        if (off := self.switched_off()) is not None:
+            return off
         if self._unavailable is None:
             with self._probe_lock.patiently(_PATIENCE):
                 if self._unavailable is None:
                     self._unavailable = self._probe()
         return self._unavailable or None
 
-    def ask_again(self) -> None:
+    def ask_again(self) -> bool:
         """Have its probe called again if it raised: that is no answer, and may not happen again.
 
-        A stand-in always forgets the answer, as its probe asks another implementation.
+        A stand-in always forgets the answer, as its probe asks another implementation. Returns
+        whether an answer was forgotten.
         """
         with self._probe_lock.patiently(_PATIENCE):
-            if self._probe_raised or self.impl.stand_in:
-                self._probe_raised, self._unavailable = False, None
+            if not (self._probe_raised or self.impl.stand_in):
+                return False
+            self._probe_raised, self._unavailable = False, None
+            return True
 
     def load(self) -> str | None:
         """Import the callable if needed; returns why that cannot be done, or None."""
@@ -172,11 +180,10 @@ class Entry:
         except BaseException as error:
             if caused_by_caller(error):
                 raise
-            return self._warn_once("its switch", f"switched_off() raised {error_details(error)}")
+            problem = f"switched_off() raised {error_details(error)}"
+            return self._warn_once(problem, problem)
 
     def _probe(self) -> str:
-        if (off := self.switched_off()) is not None:
-            return off
         if self.impl.is_available is None:
             return ""
         try:
@@ -185,7 +192,8 @@ class Entry:
             if caused_by_caller(error):
                 raise
             self._probe_raised = True
-            return self._warn_once("its probe", f"is_available() raised {error_details(error)}")
+            problem = f"is_available() raised {error_details(error)}"
+            return self._warn_once(problem, problem)
         if answer is True:
             return ""
         return answer if isinstance(answer, str) and answer else "is_available() says no"

@@ -133,7 +133,8 @@ class OpImpl:
         is_available: called once: whether this machine can run it at all. Returns True, or
             False, or a string that says why not.
         switched_off: returns why the environment switches it off everywhere, or None. Called
-            before ``is_available``, and also for a question about another machine.
+            before ``is_available``, also for a question about another machine, and again after
+            every change of the global policy.
         traits: claims from :data:`TRAITS`.
         mutates: for operators without a contract: the arguments it writes, ``()`` if none.
             None means unknown, and is treated as mutating. A contract's own statement wins.
