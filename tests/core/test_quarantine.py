@@ -265,6 +265,15 @@ def test_a_predicate_that_ends_the_call_does_not_hide_the_failure_before_it(
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
 
 
+def test_what_if_knows_the_quarantine_of_the_device_and_dtype_asked_for() -> None:
+    manager = world("scale", Unwell(), Kernel())
+    manager.call("scale", ones())
+    for device, served in (("cpu", "impl.1"), ("cuda", "impl.0")):
+        selected = manager.explain_for("scale", device=device, dtype="float32").selected
+        assert selected is not None
+        assert selected.impl_id == served
+
+
 def test_a_reset_without_anything_to_reset_compiles_nothing_again() -> None:
     manager = world("scale", Unwell(), Kernel())
     epoch = manager.epoch

@@ -299,6 +299,37 @@ def test_explain_says_why_torch_serves() -> None:
     assert get_default_manager().explain("aten::mm", x, x).op_name == "aten::mm"
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (lambda x: x.to_sparse(), "a tensor with layout torch.sparse_coo"),
+        (lambda x: x.as_subclass(Subclass), "Subclass is a subclass of Tensor"),
+        (lambda x: x.to("meta"), "a meta tensor"),
+        (torch.nn.Parameter, None),
+    ],
+    ids=["sparse", "subclass", "meta", "parameter"],
+)
+def test_explain_says_which_tensors_are_left_to_torch(
+    left: Callable[[torch.Tensor], torch.Tensor], said: str | None
+) -> None:
+    x = torch.ones(2, 2)
+    a, b = left(x), (left(x) if said == "a meta tensor" else x)
+    decision = aten.explain("mm", a, b)
+    assert decision.selected is not None
+    assert decision.selected.impl_id == ("native.aten" if said else "reference.torch")
+    assert said is None or f"not routed: {said}" in str(decision)
+    ran: list[str] = []
+    undo = get_default_manager().monitor(lambda name, impl: ran.append(name))
+    with aten.use_aten_ops():
+        torch.mm(a, b)
+    undo()
+    assert ("aten::mm" in ran) == (said is None)
+
+
 @pytest.mark.parametrize(
     ("args", "options", "said"),
     [

@@ -378,7 +378,12 @@ BAD = {
     "raise RuntimeError('not today')\n": (PluginError, "__init__.py:1: RuntimeError: not today"),
     "x = = 1\n": (PluginError, "__init__.py:1: SyntaxError"),
     "import sys\nsys.exit(3)\n": (PluginError, "__init__.py:2: SystemExit"),
-    "": (PluginError, "declares nothing"),
+    "": (PluginError, r"declares nothing: .* of liger_kernel\.ops\.backends\.registry$"),
+    "def register(registry): ...": (PluginError, "plugin of this project, .* name: 'bad_liger'"),
+    impl_info("acme").replace('f"{__name__}.ops"', '"elsewhere.ops"'): (
+        PluginError,
+        "'acme' with the module path 'elsewhere.ops', which must be 'bad_liger' or a module inside",
+    ),
     impl_info("acme", ()): (PluginError, "devices is empty"),
     impl_info("acme").replace("('cpu',)", "'cpu'", 1): (PluginError, "devices must be a tuple"),
     impl_info("acme", ("cpu",), ("xpu",)): (PluginError, r"default_devices has \['xpu'\]"),
@@ -564,6 +569,12 @@ def test_preferring_the_vendor_of_a_package_that_is_left_out_is_an_error(
         with policy_context(**orders), pytest.raises(PluginError, match=said) as raised:
             geglu(x)
         assert "the policy names 'vendor:torn'" in str(raised.value)
+        with policy_context(**orders):
+            decision = get_default_manager().explain("geglu", x)
+            with pytest.raises(PluginError, match=said):
+                get_default_manager().resolve("geglu", x)
+        assert decision.selected is None
+        assert decision.note == f"a call raises PluginError: {raised.value}"
     for orders in (
         {"prefer": "vendor"},
         {"prefer": "vendor:torn", "deny_vendors": ["torn"]},

@@ -387,7 +387,8 @@ def test_dispatch_keys_follow_from_the_device() -> None:
 def test_registrations_that_are_wrong_change_nothing() -> None:
     info = VendorInfo("acme", "cpu")
     register_vendor(info, {"relu": relu})
-    register_vendor(info)  # an equal registration is allowed
+    for equal in (info, VendorInfo("ACME", "cpu")):  # allowed
+        register_vendor(equal)
     before = get_default_manager().registry.snapshot().operators
     for wrong, said in (
         ((VendorInfo("ACME", "cuda"),), "is already registered"),

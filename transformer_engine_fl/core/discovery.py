@@ -62,7 +62,7 @@ _VENDORS: Final = f"{_SETS}.vendor"
 
 _OURS: Final = f"{__name__.partition('.')[0]}."
 
-_REGISTER_FUNCTIONS: Final = ("register", "te_fl_register")
+REGISTER_FUNCTIONS: Final = ("register", "te_fl_register")
 
 Register = Callable[[OpRegistry], Any]
 
@@ -275,7 +275,7 @@ def _plugin_importer(name: str) -> Callable[[], Any]:
                 raise
             missing: ImportError | None = error
         else:
-            if any(hasattr(module, it) for it in _REGISTER_FUNCTIONS):
+            if any(hasattr(module, it) for it in REGISTER_FUNCTIONS):
                 return module
             missing = None
         register = load_attribute(PACKAGES)(name, missing)
@@ -308,7 +308,7 @@ def _register_function(plugin: Any, source: Source) -> Register:
             f"{source.name}: written for plugin API {version!r}, this version has {PLUGIN_API}; "
             "install a matching release of the plugin"
         )
-    for name in _REGISTER_FUNCTIONS:
+    for name in REGISTER_FUNCTIONS:
         register = getattr(plugin, name, None)
         if isinstance(plugin, ModuleType) and callable(register):
             return _of_a_registry(register, source)

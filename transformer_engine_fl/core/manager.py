@@ -33,6 +33,7 @@ from transformer_engine_fl.core.dispatch import (
 from transformer_engine_fl.core.errors import (
     ConfigurationError,
     NoImplementationError,
+    PluginError,
     UnknownOperatorError,
     nearest,
     suggestion,
@@ -251,12 +252,15 @@ class OpManager:
         Raises:
             ArgumentError: the arguments break the operator's contract.
             NoImplementationError: no implementation would serve.
+            PluginError: the policy names a package that cannot be loaded.
         """
         plan = self.plan(op_name)
         wrong = plan.wrong_arguments(args, kwargs) if args or kwargs else None
         if wrong is not None:
             raise wrong
         decision = plan.explain(*self._question(plan, args, kwargs))
+        if (broken := plan.named_but_broken(decision)) is not None:
+            raise PluginError(broken)
         return plan.runnable(self._selected(decision), decision.facts)
 
     def resolve_candidates(self, op_name: str, /, *args: Any, **kwargs: Any) -> tuple[OpImpl, ...]:
@@ -274,10 +278,14 @@ class OpManager:
     def explain(self, op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
         """Which implementation would serve this call, and why each other would not.
 
-        Without arguments: which one serves on this machine, before any tensor is seen.
+        Without arguments: which one serves on this machine, before any tensor is seen. What an
+        implementation finds out only when it runs, and then declines, cannot be told.
         """
         plan = self.plan(op_name)
         decision = plan.explain(*self._question(plan, args, kwargs))
+        if (broken := plan.named_but_broken(decision)) is not None:
+            blamed = {impl.impl_id: ("policy", "not asked") for impl in decision.accepted}
+            decision = decision.rejecting(blamed).with_note(f"a call raises PluginError: {broken}")
         wrong = plan.wrong_arguments(args, kwargs) if args or kwargs else None
         if wrong is not None:
             blamed = {impl.impl_id: ("arguments", str(wrong)) for impl in decision.accepted}

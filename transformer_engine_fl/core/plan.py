@@ -137,6 +137,7 @@ class Plan:
             entries,
             self.effective,
             facts,
+            quarantined=self._manager.quarantine.reasons(self.op_name, facts.device, facts.dtype),
             is_fatal=self._is_fatal,
             assume_available=True,
         )
@@ -260,22 +261,28 @@ class Plan:
             PluginError: the policy names a package that cannot be loaded; no other serves instead.
         """
         decision = self.explain(facts, None)
+        if (broken := self.named_but_broken(decision)) is not None:
+            raise PluginError(broken)
+        return decision
+
+    def named_but_broken(self, decision: Decision) -> str | None:
+        """That the policy names a package which cannot be loaded, and why; None if it does not."""
         for verdict in decision.verdicts:
             if verdict.accepted:
                 break
             entry = self._entries[verdict.impl.impl_id]
-            meant = entry.broken and tensor_reason(entry, facts) is None
+            meant = entry.broken and tensor_reason(entry, decision.facts) is None
             if meant and verdict.cause == "available":
                 token = named_by(verdict.impl, self.op_name, entry, self.effective)
                 if token is not None:
-                    raise PluginError(f"the policy names {token!r}: {entry.load()}")
+                    return f"the policy names {token!r}: {entry.load()}"
         broken = broken_vendors(self._manager.registry)
         if broken:
             entries, chosen = tuple(self._entries.values()), decision.selected
             for name in vendors_named(self.op_name, entries, self.effective, chosen):
                 if name in broken:
-                    raise PluginError(f"the policy names 'vendor:{name}': {broken[name]}")
-        return decision
+                    return f"the policy names 'vendor:{name}': {broken[name]}"
+        return None
 
     def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:
         """A callable that runs a loaded candidate, and leaves out options that it lacks."""

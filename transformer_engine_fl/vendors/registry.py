@@ -8,6 +8,7 @@ descriptions of devices, which that registry does not have.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from transformer_engine_fl.core.errors import (
@@ -86,7 +87,7 @@ class BackendRegistry:
         made = _made(info, backend)
         with LOADING:
             known = _BACKENDS.get(info.key)
-            if known is not None and known.info != info:
+            if known is not None and known.info != replace(info, vendor=known.info.vendor):
                 raise RegistrationError(
                     f"vendor {info.vendor!r} is already registered as {known.info}, not as {info}"
                 )

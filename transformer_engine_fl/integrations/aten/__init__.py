@@ -334,10 +334,28 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
     manager, name = prepared(), f"{PREFIX}{op_name.removeprefix(PREFIX)}"
     wrong = misfit(name, args, kwargs) if args or kwargs else None
     if wrong is None:
-        return manager.explain(name, *args, **kwargs)
+        decision = manager.explain(name, *args, **kwargs)
+        left = next(filter(None, map(_not_routed, (*args, *kwargs.values()))), None)
+        if left is None:
+            return decision
+        ours = (impl.impl_id for impl in decision.accepted if impl.impl_id != NATIVE)
+        return decision.rejecting(dict.fromkeys(ours, ("tensor", f"not routed: {left}")))
     decision = manager.explain(name)  # the call is invalid: no implementation is asked about it
     blamed = {impl.impl_id: ("arguments", wrong) for impl in decision.accepted}
     return decision.rejecting(blamed).with_note("the arguments do not fit torch's schema")
+
+
+def _not_routed(value: Any) -> str | None:
+    """Why torch itself runs the operators of an argument; None if they are routed."""
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_not_routed, value)), None)
+    if not isinstance(value, Tensor):
+        return None
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return f"{type(value).__name__} is a subclass of Tensor"
+    if value.is_nested or value.layout is not torch.strided:
+        return "a nested tensor" if value.is_nested else f"a tensor with layout {value.layout}"
+    return "a meta tensor" if value.is_meta else None
 
 
 def prepared() -> OpManager:

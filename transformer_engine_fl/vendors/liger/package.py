@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from transformer_engine_fl.core.blame import INTERMEDIATE_FILES
+from transformer_engine_fl.core.discovery import REGISTER_FUNCTIONS
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
@@ -167,22 +168,35 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
     folder = Path(package)
     is_folder = isinstance(package, Path) or "/" in package
     what = f"package {str(package)!r}"
+    name = ""
     found: list[Any] = []
+    elsewhere: list[Any] = []
     try:
         with shim.modules() as registry:
+            before = _declarations(registry)
             name = _module_of(folder) if is_folder else str(package)
             importlib.import_module(name)
+            every = _declarations(registry)
             found = _declared(name, registry)
+            elsewhere = [it for it in every if it not in before and it not in found]
             exported = {info.name: exports(info.module_path) for info in found}
     except (Exception, SystemExit) as error:
         if isinstance(error, PluginError):
             raise
         names = (info.name for info in found)
         raise package_error(error, f"{what} cannot be loaded", vendors=names) from error
+    if not found and elsewhere:
+        raise PluginError(
+            f"{what} declares {elsewhere[0].name!r} with the module path "
+            f"{elsewhere[0].module_path!r}, which must be {name!r} or a module inside it"
+        )
     if not found:
+        hint = ""
+        if any(callable(getattr(sys.modules[name], it, None)) for it in REGISTER_FUNCTIONS):
+            hint = f"; it is a plugin of this project, which is loaded by name: {folder.name!r}"
         raise PluginError(
             f"{what} declares nothing: its __init__ must call register_impl(ImplInfo(...)) or "
-            f"register_vendor(VendorInfo(...)) of {shim.REGISTRY}"
+            f"register_vendor(VendorInfo(...)) of {shim.REGISTRY}{hint}"
         )
     return tuple(_kept(info, name, exported[info.name]) for info in found)
 
@@ -194,11 +208,15 @@ def _module_of(folder: Path) -> str:
 
 
 def _declared(name: str, registry: Any) -> list[Any]:
-    """The declarations of a module, in Liger's registry or in the stand-in for it."""
+    """The declarations whose operators are in a module or inside it."""
+    return [it for it in _declarations(registry) if f"{it.module_path}.".startswith(f"{name}.")]
+
+
+def _declarations(registry: Any) -> list[Any]:
+    """What modules have declared, in Liger's registry or in the stand-in for it."""
     ours = sys.modules.get(f"{__package__}.served.registry")
     found = [getattr(it, "IMPL_REGISTRY", {}) for it in (registry, ours)]
-    every = {id(info): info for one in found for info in one.values()}
-    return [it for it in every.values() if f"{it.module_path}.".startswith(f"{name}.")]
+    return list({id(info): info for one in found for info in one.values()}.values())
 
 
 def _kept(info: Any, origin: str, exported: tuple[str, ...]) -> LigerPackage:
