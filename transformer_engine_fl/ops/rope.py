@@ -230,7 +230,7 @@ def _angles(
     import torch
 
     table = freqs.double()[:, 0, 0]
-    missing = torch.full_like(freqs[:1, 0, 0], torch.nan, dtype=torch.float64)
+    missing = table.new_full((1, table.shape[1]), torch.nan)
 
     def sequence(length: int, number: int) -> Tensor:
         start = int(start_positions[number]) if start_positions is not None else 0
@@ -386,6 +386,7 @@ _CASES: dict[str, tuple[tuple[int, ...], tuple[int, int], dict[str, Any]]] = {
         {"qkv_format": "thd", "cu_seqlens": [0, 8, 8, 20], "cp_size": 2, "cp_rank": 1},
     ),
     "thd, outside freqs": ((7, 2, 8), (3, 4), {"qkv_format": "thd", "cu_seqlens": [0, 5, 6]}),
+    "thd, no rows": ((2, 1, 8), (0, 4), {"qkv_format": "thd", "cu_seqlens": [0, 2]}),
 }
 
 
@@ -435,6 +436,8 @@ def _rope_samples(dtype: str, device: str) -> Iterator[Sample]:
     }
     for label, tokens in layouts.items():
         yield Sample(label, (tokens, freqs))
+    last = _normal(6, 3, 8, 2, seed=49).to(device, kind).permute(0, 3, 1, 2)
+    yield Sample("channels_last, four features rotated", (last, _table(6, 4, device)))
     tokens = _normal(6, 2, 3, 8, seed=38).to(device, kind)
     for interleaved in (False, True):
         name = "interleaved" if interleaved else "halves"
@@ -512,6 +515,7 @@ def _qkv_forward_samples(dtype: str, device: str) -> Iterator[Sample]:
         "strided features": _normal(6, 2, 3, 64, seed=44).to(device, kind)[..., ::2],
         "unaligned start": _normal(6 * 96 + 1, seed=45).to(device, kind)[1:].view(6, 1, 3, 32),
         "expanded": _normal(6, 1, 3, 32, seed=46).to(device, kind).expand(-1, 2, -1, -1),
+        "channels_last": _normal(6, 3, 32, 2, seed=50).to(device, kind).permute(0, 3, 1, 2),
     }
     for label, packed in layouts.items():
         yield Sample(label, (packed, *freqs), {"qkv_split": [16, 8, 8]})

@@ -417,7 +417,8 @@ def scaled_masked_softmax_backward(
     ``dy = output_grad`` and ``y = softmax_output``.
 
     Args:
-        output_grad: ``[..., sq, sk]``; any dtype of the contract.
+        output_grad: ``[..., sq, sk]``; any dtype of the contract. An infinity or NaN where a key
+            is hidden may make NaN of its row.
         softmax_output: ``[..., sq, sk]``, as the forward returned it.
         scale: as in the forward.
 
@@ -470,7 +471,8 @@ def scaled_upper_triang_masked_softmax_backward(
     ``dy = output_grad`` and ``y = softmax_output``.
 
     Args:
-        output_grad: ``[..., s, s]``; any dtype of the contract.
+        output_grad: ``[..., s, s]``; any dtype of the contract. An infinity or NaN where a key
+            is hidden may make NaN of its row.
         softmax_output: ``[..., s, s]``, as the forward returned it.
         scale: as in the forward.
 
@@ -524,7 +526,8 @@ def scaled_aligned_causal_masked_softmax_backward(
     ``dy = output_grad`` and ``y = softmax_output``.
 
     Args:
-        output_grad: ``[..., sq, sk]``; any dtype of the contract.
+        output_grad: ``[..., sq, sk]``; any dtype of the contract. An infinity or NaN where a key
+            is hidden may make NaN of its row.
         softmax_output: ``[..., sq, sk]``, as the forward returned it.
         scale: as in the forward.
 

@@ -106,7 +106,7 @@ def _rotate(
         rotated = x * cos + _rotate_half(x, interleaved) * sin
     if places.inside is not None:
         rotated = torch.where(places.inside[:, None, None], rotated, x)
-    return torch.cat([rotated.to(tokens.dtype), rest], -1)
+    return torch.cat([rotated.to(tokens.dtype), rest], -1).contiguous()  # cat keeps channels_last
 
 
 @as_written
@@ -237,4 +237,4 @@ def fused_qkv_rope_backward(
     q = _rotate(q_grad, q_freqs, places, interleaved, back=True)
     k = _rotate(k_grad, k_freqs, places, interleaved, back=True)
     q = q.view(*k.shape[:-1], dq)
-    return torch.cat([q, k, v_grad], -1)
+    return torch.cat([q, k, v_grad], -1).contiguous()
