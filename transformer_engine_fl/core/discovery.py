@@ -44,6 +44,7 @@ __all__ = [
     "broken_vendors",
     "find_sources",
     "install",
+    "is_plugin",
 ]
 
 ENTRY_POINT_GROUP: Final = "te_fl.plugin"
@@ -62,7 +63,7 @@ _VENDORS: Final = f"{_SETS}.vendor"
 
 _OURS: Final = f"{__name__.partition('.')[0]}."
 
-REGISTER_FUNCTIONS: Final = ("register", "te_fl_register")
+_REGISTER_FUNCTIONS: Final = ("register", "te_fl_register")
 
 Register = Callable[[OpRegistry], Any]
 
@@ -259,6 +260,11 @@ def _importer(name: str) -> Callable[[], ModuleType]:
     return lambda: importlib.import_module(name)
 
 
+def is_plugin(module: ModuleType) -> bool:
+    """Whether a module has a function that registers."""
+    return any(hasattr(module, it) for it in _REGISTER_FUNCTIONS)
+
+
 def _plugin_importer(name: str) -> Callable[[], Any]:
     """A function that imports a plugin module. For a package written for another project, or
     its folder, it returns a function that registers the package."""
@@ -275,7 +281,7 @@ def _plugin_importer(name: str) -> Callable[[], Any]:
                 raise
             missing: ImportError | None = error
         else:
-            if any(hasattr(module, it) for it in REGISTER_FUNCTIONS):
+            if is_plugin(module):
                 return module
             missing = None
         register = load_attribute(PACKAGES)(name, missing)
@@ -308,7 +314,7 @@ def _register_function(plugin: Any, source: Source) -> Register:
             f"{source.name}: written for plugin API {version!r}, this version has {PLUGIN_API}; "
             "install a matching release of the plugin"
         )
-    for name in REGISTER_FUNCTIONS:
+    for name in _REGISTER_FUNCTIONS:
         register = getattr(plugin, name, None)
         if isinstance(plugin, ModuleType) and callable(register):
             return _of_a_registry(register, source)

@@ -180,8 +180,7 @@ class Entry:
         except BaseException as error:
             if caused_by_caller(error):
                 raise
-            problem = f"switched_off() raised {error_details(error)}"
-            return self._warn_once(problem, problem)
+            return self._warn_once(f"switched_off() raised {error_details(error)}")
 
     def _probe(self) -> str:
         if self.impl.is_available is None:
@@ -192,8 +191,7 @@ class Entry:
             if caused_by_caller(error):
                 raise
             self._probe_raised = True
-            problem = f"is_available() raised {error_details(error)}"
-            return self._warn_once(problem, problem)
+            return self._warn_once(f"is_available() raised {error_details(error)}")
         if answer is True:
             return ""
         return answer if isinstance(answer, str) and answer else "is_available() says no"
@@ -203,10 +201,10 @@ class Entry:
         try:
             fn = load_attribute(reference)
             if not callable(fn):
-                return self._warn_once(reference, f"{reference} is not callable")
+                return self._warn_once(f"{reference} is not callable", reference)
             self._settle(fn)
         except SignatureMismatchError as error:
-            return self._warn_once(reference, f"{error}\n  registered at  {self.where}")
+            return self._warn_once(f"{error}\n  registered at  {self.where}", reference)
         except PluginError as error:
             if caused_by_caller(error):
                 raise
@@ -216,18 +214,22 @@ class Entry:
             if caused_by_caller(error):  # it may load later: uninterrupted, or with more stack
                 raise
             module = reference.partition(":")[0]
-            return self._warn_once(module, f"cannot import {reference}: {error_details(error)}")
+            return self._warn_once(f"cannot import {reference}: {error_details(error)}", module)
         return ""
 
     def predicate_broken(self, problem: str) -> None:
         """Warn, once, that its ``supports`` has raised."""
         what = f"the check of {self.impl.label}"
-        self._warn_once(what, f"supports() raised {problem}, which counts as a decline")
+        self._warn_once(f"supports() raised {problem}, which counts as a decline", what)
 
-    def _warn_once(self, what: str, problem: str) -> str:
-        """Return a fault; warn of it once for all implementations registered at one place."""
-        if (self.where, what) not in _WARNED:
-            _WARNED.add((self.where, what))
+    def _warn_once(self, problem: str, what: str | None = None) -> str:
+        """Return a fault; warn of it once for all implementations registered at one place.
+
+        Once for each ``what``, if given.
+        """
+        key = self.where, what or problem
+        if key not in _WARNED:
+            _WARNED.add(key)
             logger.warning(
                 "%s: %s; it is skipped (registered for %r at %s)",
                 self.impl.impl_id,

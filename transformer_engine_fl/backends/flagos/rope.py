@@ -211,7 +211,7 @@ def _head_at(
 def _write_rotated(
     x: tl.tuple,
     y_row: tl.tensor,
-    there: tl.tensor,
+    mask: tl.tensor,
     in_sequence: tl.tensor,
     known: tl.tensor,
     cos_a: tl.tensor,
@@ -225,8 +225,7 @@ def _write_rotated(
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Store the rotated features; ``x`` are both halves, or interleaved pairs."""
-    pair = tl.arange(0, HALF)[None, None, :]
+    """Store the rotated features; ``x`` are both halves, or pairs, which were read by ``mask``."""
     nothing = tl.where(in_sequence & ~known, float("nan"), 0.0).to(ACC)
     cos_a += nothing
     cos_b += nothing
@@ -247,13 +246,12 @@ def _write_rotated(
         y = tl.join(new_u, new_v).reshape(x[0].shape)
         if PACKED:
             y = tl.where(in_sequence, y, x[0])
-        feature = tl.arange(0, 2 * HALF)[None, None, :]
-        tl.store(y_row + feature, y, mask=there & (feature < ROTATED))
+        tl.store(y_row + tl.arange(0, 2 * HALF)[None, None, :], y, mask=mask)
     else:
         if PACKED:
             new_u = tl.where(in_sequence, new_u, x[0])
             new_v = tl.where(in_sequence, new_v, x[1])
-        mask = there & (pair < ROTATED // 2)
+        pair = tl.arange(0, HALF)[None, None, :]
         tl.store(y_row + pair, new_u, mask=mask)
         tl.store(y_row + ROTATED // 2 + pair, new_v, mask=mask)
 
@@ -266,7 +264,7 @@ def _rotate_heads(
     starts_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     first_token: tl.tensor,
-    part: tl.tensor,
+    program: tl.tensor,
     tokens: tl.tensor,
     inner: tl.tensor,
     cp_size: tl.tensor,
@@ -300,14 +298,14 @@ def _rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
-    """Rotate HEADS heads of TOKENS tokens, part ``part`` of those from ``first_token`` on.
+    """Rotate HEADS heads of TOKENS tokens, as ``program`` of those for tokens from the first on.
 
     ROTATED of the WIDTH features are rotated; HALF has room for half of them, REST for the others.
     GROUPED: a group has several heads.
     """
     PACKED: tl.constexpr = offsets_ptr is not None
     portions = tl.cdiv(heads, HEADS)
-    token = first_token + (part // portions) * TOKENS + tl.arange(0, TOKENS)
+    token = first_token + (program // portions) * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens
     outer = token // inner
     within = token % inner
@@ -329,8 +327,7 @@ def _rotate_heads(
     within = within.to(tl.int64)
     pair = tl.arange(0, HALF)[None, None, :]
     feature = tl.arange(0, 2 * HALF)[None, None, :]
-    other = ROTATED + tl.arange(0, max(REST, 1))[None, None, :]
-    head = (part % portions) * HEADS + tl.arange(0, HEADS)
+    head = (program % portions) * HEADS + tl.arange(0, HEADS)
     there = exists[:, None, None] & (head < heads)[None, :, None]
     x_head_at = _head_at(head, per_group, x_group, x_head, GROUPED)[None, :, None]
     y_head_at = _head_at(head, per_group, y_group, y_head, GROUPED)[None, :, None]
@@ -339,13 +336,16 @@ def _rotate_heads(
     # In flight while the angles are computed.
     x = ()
     if INTERLEAVED and ROTATED > 0:
-        x += (fetch(x_row + feature, there & (feature < ROTATED)),)
+        mask = there & (feature < ROTATED)
+        x += (fetch(x_row + feature, mask),)
     elif ROTATED > 0:
-        half = there & (pair < ROTATED // 2)
-        x += (fetch(x_row + pair, half),)
-        x += (fetch(x_row + ROTATED // 2 + pair, half),)
+        mask = there & (pair < ROTATED // 2)
+        x += (fetch(x_row + pair, mask),)
+        x += (fetch(x_row + ROTATED // 2 + pair, mask),)
     if REST > 0:
-        rest = fetch(x_row + other, there & (other < WIDTH), other=None)
+        other = ROTATED + tl.arange(0, REST)[None, None, :]
+        others = there & (other < WIDTH)
+        rest = fetch(x_row + other, others, other=None)
     if ROTATED > 0:
         in_sequence = in_sequence[:, None, None]
         known = in_sequence & ((position >= 0) & (position < table_rows))[:, None, None]
@@ -365,18 +365,18 @@ def _rotate_heads(
             angle, quarter = _reduced(a)
             cos, sin = _cos_sin_of_rest(angle, quarter)
             _write_rotated(
-                x, y_row, there, in_sequence, known, cos, sin, cos, sin,
+                x, y_row, mask, in_sequence, known, cos, sin, cos, sin,
                 INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
             )  # fmt: skip
         else:
             cos_a, sin_a = _cos_sin(a)
             cos_b, sin_b = _cos_sin(b)
             _write_rotated(
-                x, y_row, there, in_sequence, known, cos_a, sin_a, cos_b, sin_b,
+                x, y_row, mask, in_sequence, known, cos_a, sin_a, cos_b, sin_b,
                 INTERLEAVED, BACK, PACKED, ACC, ROTATED, HALF,
             )  # fmt: skip
     if REST > 0:
-        tl.store(y_row + other, rest, mask=there & (other < WIDTH))
+        tl.store(y_row + other, rest, mask=others)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -482,14 +482,14 @@ def _rotate(
     Q_HEADS of the queries, and so on. Strides count units of UNIT elements, row strides of freqs
     units of TABLE_UNIT. BACK: the gradient, which uses the transposed rotation.
     """
-    q_parts = tl.cdiv(q_heads, Q_HEADS) * (TOGETHER // Q_TOKENS)
-    k_parts = tl.cdiv(k_heads, K_HEADS) * (TOGETHER // K_TOKENS)
-    parts = q_parts + k_parts + tl.cdiv(v_heads, V_HEADS) * (TOGETHER // V_TOKENS)
-    part = tl.program_id(0) % parts
-    first = (tl.program_id(0) // parts) * TOGETHER
-    if part < q_parts:
+    q_programs = tl.cdiv(q_heads, Q_HEADS) * (TOGETHER // Q_TOKENS)
+    k_programs = tl.cdiv(k_heads, K_HEADS) * (TOGETHER // K_TOKENS)
+    programs = q_programs + k_programs + tl.cdiv(v_heads, V_HEADS) * (TOGETHER // V_TOKENS)
+    program = tl.program_id(0) % programs
+    first = (tl.program_id(0) // programs) * TOGETHER
+    if program < q_programs:
         _rotate_heads(
-            q_ptr, q_to_ptr, q_freqs_ptr, starts_ptr, offsets_ptr, first, part,
+            q_ptr, q_to_ptr, q_freqs_ptr, starts_ptr, offsets_ptr, first, program,
             tokens, inner, cp_size, cp_rank, sequences, highest, length,
             q_heads, q_per_group, q_rows, q_stride, q_outer, q_inner, q_group, q_head,
             q_to_outer, q_to_inner, q_to_group, q_to_head,
@@ -497,9 +497,9 @@ def _rotate(
             Q_TOKENS, Q_HEADS, Q_GROUPED, Q_WIDTH, Q_ROTATED, Q_HALF, Q_REST,
         )  # fmt: skip
     elif k_ptr is not None:
-        if part < q_parts + k_parts:
+        if program < q_programs + k_programs:
             _rotate_heads(
-                k_ptr, k_to_ptr, k_freqs_ptr, starts_ptr, offsets_ptr, first, part - q_parts,
+                k_ptr, k_to_ptr, k_freqs_ptr, starts_ptr, offsets_ptr, first, program - q_programs,
                 tokens, inner, cp_size, cp_rank, sequences, highest, length,
                 k_heads, k_per_group, k_rows, k_stride, k_outer, k_inner, k_group, k_head,
                 k_to_outer, k_to_inner, k_to_group, k_to_head,
@@ -508,8 +508,9 @@ def _rotate(
             )  # fmt: skip
         else:
             _rotate_heads(
-                v_ptr, v_to_ptr, v_ptr, starts_ptr, offsets_ptr, first, part - q_parts - k_parts,
-                tokens, inner, cp_size, cp_rank, sequences, highest, length,
+                v_ptr, v_to_ptr, v_ptr, starts_ptr, offsets_ptr, first,
+                program - q_programs - k_programs, tokens, inner, cp_size, cp_rank, sequences,
+                highest, length,
                 v_heads, v_per_group, v_rows, v_stride, v_outer, v_inner, v_group, v_head,
                 v_to_outer, v_to_inner, v_to_group, v_to_head,
                 SEQUENCE_FIRST, INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT,
@@ -655,8 +656,8 @@ def _run_rotation(op: str, parts: Sequence[_Part], places: _Places) -> None:
     numbers = [outer * inner, inner, places.cp_size, places.cp_rank]
     numbers += (sequences, highest_power(sequences) if sequences else 0, length)
     tensors: list[Tensor | None] = []
-    for part, (rows, stride) in zip(parts, tables, strict=True):
-        numbers += (part.heads, part.x.shape[3], rows, stride // table_unit)
+    for part, count, (rows, stride) in zip(parts, heads, tables, strict=True):
+        numbers += (count, part.x.shape[3], rows, stride // table_unit)
         numbers += (step // unit for step in part.steps())
         tensors += (part.x, part.y, part.freqs)
     missing = 3 - len(parts)

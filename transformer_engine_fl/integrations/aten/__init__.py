@@ -335,27 +335,14 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
     wrong = misfit(name, args, kwargs) if args or kwargs else None
     if wrong is None:
         decision = manager.explain(name, *args, **kwargs)
-        left = next(filter(None, map(_not_routed, (*args, *kwargs.values()))), None)
+        left = _left_to_torch(args, kwargs)
         if left is None:
             return decision
         ours = (impl.impl_id for impl in decision.accepted if impl.impl_id != NATIVE)
-        return decision.rejecting(dict.fromkeys(ours, ("tensor", f"not routed: {left}")))
+        return decision.rejecting(dict.fromkeys(ours, ("tensor", f"not routed: {_kind(left)}")))
     decision = manager.explain(name)  # the call is invalid: no implementation is asked about it
     blamed = {impl.impl_id: ("arguments", wrong) for impl in decision.accepted}
     return decision.rejecting(blamed).with_note("the arguments do not fit torch's schema")
-
-
-def _not_routed(value: Any) -> str | None:
-    """Why torch itself runs the operators of an argument; None if they are routed."""
-    if isinstance(value, list | tuple):
-        return next(filter(None, map(_not_routed, value)), None)
-    if not isinstance(value, Tensor):
-        return None
-    if type(value) not in (Tensor, torch.nn.Parameter):
-        return f"{type(value).__name__} is a subclass of Tensor"
-    if value.is_nested or value.layout is not torch.strided:
-        return "a nested tensor" if value.is_nested else f"a tensor with layout {value.layout}"
-    return "a meta tensor" if value.is_meta else None
 
 
 def prepared() -> OpManager:
@@ -377,7 +364,7 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
             block is None
             or (block.only is not None and name not in block.only)
             or name not in block.routes.names  # routed for an earlier default manager
-            or not _plain(args, kwargs)
+            or _left_to_torch(args, kwargs) is not None
             or _watched(whole)
         ):
             return redispatch(keyset & after, *args, **kwargs)
@@ -458,8 +445,8 @@ def _inherited_block() -> _Block | None:
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
-def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether every tensor is strided and has data, and is a Tensor or Parameter, no subclass."""
+def _left_to_torch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The first tensor that is not strided, has no data, or is of a subclass but Parameter."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor) and (
             type(value) not in _PLAIN
@@ -467,10 +454,21 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             or value.is_nested
             or value.is_meta
         ):
-            return False
-        if isinstance(value, list | tuple) and not _plain(tuple(value), {}):
-            return False
-    return True
+            return value
+        if isinstance(value, list | tuple):
+            found = _left_to_torch(tuple(value), {})
+            if found is not None:
+                return found
+    return None
+
+
+def _kind(tensor: Tensor) -> str:
+    """What such a tensor is, in words."""
+    if type(tensor) not in _PLAIN:
+        return f"{type(tensor).__name__} is a subclass of Tensor"
+    if tensor.is_meta or tensor.is_nested:
+        return "a meta tensor" if tensor.is_meta else "a nested tensor"
+    return f"a tensor with layout {tensor.layout}"
 
 
 def _watched(whole: bool) -> bool:

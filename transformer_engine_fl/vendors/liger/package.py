@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from transformer_engine_fl.core.blame import INTERMEDIATE_FILES
-from transformer_engine_fl.core.discovery import REGISTER_FUNCTIONS
+from transformer_engine_fl.core.discovery import is_plugin
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
@@ -161,7 +161,7 @@ load = load_liger_package
 
 def declares(module: ModuleType) -> bool:
     """Whether an imported module has declared an implementation."""
-    return bool(_declared(module.__name__, sys.modules.get(shim.REGISTRY)))
+    return bool(_declared(module.__name__, _declarations(sys.modules.get(shim.REGISTRY))))
 
 
 def _load(package: str | Path) -> tuple[LigerPackage, ...]:
@@ -177,7 +177,7 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
             name = _module_of(folder) if is_folder else str(package)
             importlib.import_module(name)
             every = _declarations(registry)
-            found = _declared(name, registry)
+            found = _declared(name, every)
             elsewhere = [it for it in every if it not in before and it not in found]
             exported = {info.name: exports(info.module_path) for info in found}
     except (Exception, SystemExit) as error:
@@ -192,7 +192,7 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
         )
     if not found:
         hint = ""
-        if any(callable(getattr(sys.modules[name], it, None)) for it in REGISTER_FUNCTIONS):
+        if is_plugin(sys.modules[name]):
             hint = f"; it is a plugin of this project, which is loaded by name: {folder.name!r}"
         raise PluginError(
             f"{what} declares nothing: its __init__ must call register_impl(ImplInfo(...)) or "
@@ -207,9 +207,9 @@ def _module_of(folder: Path) -> str:
     return import_folder(folder, f"{shim.LIGER}.{parent}.{folder.name}").__name__
 
 
-def _declared(name: str, registry: Any) -> list[Any]:
+def _declared(name: str, declarations: Iterable[Any]) -> list[Any]:
     """The declarations whose operators are in a module or inside it."""
-    return [it for it in _declarations(registry) if f"{it.module_path}.".startswith(f"{name}.")]
+    return [it for it in declarations if f"{it.module_path}.".startswith(f"{name}.")]
 
 
 def _declarations(registry: Any) -> list[Any]:
