@@ -525,7 +525,7 @@ class _Cut(NamedTuple):
     """How tokens and heads are divided among programs.
 
     Attributes:
-        threads: threads of a program; more if one head has more bytes.
+        threads: threads of a program whose heads fit into ``bytes``; others have more.
         bytes: bytes of a program's heads.
         heads: heads of a token in a program, at most.
     """
@@ -551,8 +551,15 @@ class _Plan(NamedTuple):
 
 _PLANS: dict[object, _Plan] = {}
 
-_MOST_ANGLES = 4
-"""Angles of a thread, at most, where a program could have more tokens: they take registers."""
+_WIDEST = 8192
+"""Bytes of a program's heads, at most, unless one head, or the cut, has more."""
+
+_ANGLES = (2, 4, 8)
+"""Angles of a thread, at most, where a program could have more tokens: they take registers.
+
+In turn: where there are four heads or more, where another tensor has more heads than this one, and
+otherwise. With two heads the latter two are halved.
+"""
 
 
 def _candidates(tensors: int, interleaved: int, features: int, itemsize: int) -> Iterator[_Cut]:
@@ -564,9 +571,11 @@ def _candidates(tensors: int, interleaved: int, features: int, itemsize: int) ->
 def _rule(
     device: torch.device | None, tensors: int, interleaved: int, features: int, itemsize: int
 ) -> _Cut:
+    of_an_access = max(1, 16 // itemsize)
     if interleaved:
-        return _Cut(threads=64, bytes=4096, heads=16)
-    return _Cut(threads=32, bytes=2048, heads=8)
+        return _Cut(threads=64, bytes=4096, heads=2 * of_an_access)
+    narrow = features * itemsize <= 128
+    return _Cut(threads=32, bytes=2048, heads=2 * of_an_access if narrow else of_an_access)
 
 
 _CUT = Choice(
@@ -581,15 +590,17 @@ _CUT = Choice(
 )
 
 
-def _tile(heads: int, half: int, cut: _Cut, room: int) -> tuple[int, int]:
-    """TOKENS and HEADS of a program with room for ``room`` heads in all.
+def _heads_of(heads: int, bytes_of_one: int, cut: _Cut) -> int:
+    """HEADS for a tensor with so many."""
+    fit = max(1, max(_WIDEST, cut.bytes) // bytes_of_one)
+    return min(triton.next_power_of_2(heads), cut.heads, fit)
 
-    HEADS is halved, down to 4, if the programs would otherwise lack more than an eighth of them.
-    """
-    found = min(triton.next_power_of_2(heads), cut.heads, room)
-    while found > 4 and -heads % found > heads // 8:
-        found //= 2
-    return max(1, min(room // found, _MOST_ANGLES * cut.threads // half)), found
+
+def _tokens_of(heads: int, most: int, half: int, room: int, threads: int) -> int:
+    """TOKENS for HEADS heads, where ``most`` is that of the tensor with the most."""
+    least, beside_others, alone = _ANGLES
+    angles = max(least, (alone if heads == most else beside_others) // heads)
+    return max(1, min(room // heads, angles * threads // half))
 
 
 class _Places(NamedTuple):
@@ -682,13 +693,15 @@ def _plan_of(
     plan = _PLANS.get(key)
     if plan is not None:
         return plan
-    widest = max(2 * half * (rotated > 0) + rest for *_, rotated, half, rest in parts)
+    widest = max(max(width, 2 * half * (rotated > 0)) for _, width, rotated, half, _ in parts)
     cut = _CUT(like.device, len(parts), int(places.interleaved), widest, like.itemsize)
     bytes_of_one = triton.next_power_of_2(widest) * like.itemsize
-    room = max(1, cut.bytes // bytes_of_one)
-    threads = min(max(1, bytes_of_one // cut.bytes) * cut.threads, 1024)
+    mosts = [_heads_of(count, bytes_of_one, cut) for count in heads]
+    room = max(cut.bytes // bytes_of_one, *mosts)
+    threads = min(max(1, room * bytes_of_one // cut.bytes) * cut.threads, 1024)
     sizes = [
-        _tile(count, half, cut, room) for count, (*_, half, _) in zip(heads, parts, strict=True)
+        (_tokens_of(most, max(mosts), half, room, threads), most)
+        for most, (*_, half, _) in zip(mosts, parts, strict=True)
     ]
     together = max(tokens for tokens, _ in sizes)
     programs = sum(

@@ -14,11 +14,11 @@
 //   VEC          elements per vector; divides all widths and all halves of rotated features
 //   ACCESS, TABLE_ACCESS   elements that one access to tokens, and to freqs, may cover
 //   THREADS      threads of a block
-//   HEADS        heads that a thread has in flight at once
+//   HEADS        heads of a thread
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
-// A thread has the same pairs in several heads of one token. It loads them for its first heads,
-// computes their cosines and sines once while the loads are in flight, and loops over its heads.
+// A thread has the same pairs, or copied features, of HEADS heads of one token. It loads them, and
+// computes the cosines and sines once while the loads are in flight.
 
 #include "angles.cuh"
 #include "memory.cuh"
@@ -93,10 +93,10 @@ struct Heads {
   }
 };
 
-// This thread's token and heads.
+// What a thread processes: every `step`th head of a token from `head` on.
 struct Share {
   long long token;
-  int head, step;  // the first of its heads, and how far apart they are
+  int head, step;
   bool exists;
 };
 
@@ -109,23 +109,24 @@ struct Part {
   static constexpr int kHalf = Rotated / 2;
   static constexpr int kChunks = kHalf / VEC;
   static constexpr int kRest = (Width - Rotated) / VEC;  // vectors that are copied
-  static constexpr int kLanes = least(THREADS, kChunks > 0 ? kChunks : kRest);
+  // A lane has two vectors of a head: pairs, or two that are copied.
+  static constexpr int kCopying = (kRest + 1) / 2;
+  static constexpr int kAll = kChunks + kCopying;
+  static constexpr int kLanes = least(THREADS, kAll);
   static constexpr int kSlots = THREADS / kLanes;
-  // Blocks along y that share the pairs of a head; the grid may have more for another part.
-  static constexpr int kPieces = kChunks > 0 ? (kChunks + THREADS - 1) / THREADS : 1;
   static constexpr int kPairStride = INTERLEAVED && VEC == 1 ? 1 : kHalf;
 
-  // The blocks of a part divide a unit of `unit` tokens, the `unit_number`th; `block` is the index
-  // among these blocks. 2 ** `lanes` slots, of kLanes threads each, share the heads of a token.
+  // The blocks of a part divide the heads of `unit` tokens, the `unit_number`th of them, among
+  // their slots, of kLanes threads each; `block` is the index among these blocks.
   static __device__ __forceinline__ Share share(long long unit_number, int unit, int block,
-                                                int lanes, const Places& places) {
-    const int slot = static_cast<int>(threadIdx.x) / kLanes;
-    const int tokens = kSlots >> lanes;
-    const int token = slot >> lanes;
-    const int within = block * tokens + token;
+                                                int heads, const Places& places) {
+    const unsigned portions = (static_cast<unsigned>(heads) + HEADS - 1) / HEADS;
+    const unsigned slot = threadIdx.x / kLanes;
+    const unsigned item = static_cast<unsigned>(block) * kSlots + slot;
+    const unsigned within = item / portions;
     const long long number = unit_number * unit + within;
-    return {number, slot & (1 << lanes) - 1, 1 << lanes,
-            token < tokens && within < unit && number < places.tokens};
+    return {number, static_cast<int>(item - within * portions), static_cast<int>(portions),
+            slot < kSlots && within < unit && number < places.tokens};
   }
 
   struct Pairs {
@@ -197,81 +198,41 @@ struct Part {
     }
   };
 
-  template <typename From>
-  static __device__ __forceinline__ void read(const From& from, int head, int step, int heads,
-                                              int feature, Pairs (&pairs)[HEADS]) {
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-      // Beyond the end the last head is loaded again, unused: a branch would split the loads.
-      const int wanted = head + i * step;
-      const TX* row = from.at(wanted < heads ? wanted : heads - 1) + feature;
-      pairs[i].vectors[0] = load<ACCESS, VEC>(row);
-      pairs[i].vectors[1] = load<ACCESS, VEC>(row + kPairStride);
-    }
-  }
-
-  // Rotates, and copies the other features of, all heads of the share.
+  // Rotates, and copies the other features of, the heads of the share.
   template <typename From, typename To>
   static __device__ __forceinline__ void run(const Share& share, Token token, const From& from,
                                              const To& to, int heads, const Table& table,
                                              const Places& places) {
-    const int chunk =
-        static_cast<int>(blockIdx.y) * kLanes + static_cast<int>(threadIdx.x) % kLanes;
-    if (!share.exists || blockIdx.y >= kPieces) return;
-    if constexpr (kChunks > 0) {
-      if (chunk < kChunks) rotate(share, token, from, to, heads, chunk, table, places);
+    const int lane = static_cast<int>(blockIdx.y) * kLanes + static_cast<int>(threadIdx.x) % kLanes;
+    if (!share.exists || lane >= kAll) return;
+    int feature = first_feature(lane), stride = kPairStride;
+    if (lane >= kChunks) {
+      const int copied = lane - kChunks;
+      feature = Rotated + copied * VEC;
+      // The last of an odd number of vectors is copied twice.
+      stride = copied + kCopying < kRest ? kCopying * VEC : 0;
     }
-    if constexpr (kRest > 0) copy(share, from, to, heads, chunk);
-  }
-
-  template <typename From, typename To>
-  static __device__ __forceinline__ void rotate(const Share& share, Token token, const From& from,
-                                                const To& to, int heads, int chunk,
-                                                const Table& table, const Places& places) {
-    const int feature = first_feature(chunk);
-    if (share.head >= heads) return;
     Pairs pairs[HEADS];
-    read(from, share.head, share.step, heads, feature, pairs);
-    find_position(&token, places);
-    Rotation rotation;
-    if (token.in_sequence) rotation.find(token, chunk, table);
-    for (int head = share.head;;) {
 #pragma unroll
-      for (int i = 0; i < HEADS; ++i) {
-        const int number = head + i * share.step;
-        if (number >= heads) continue;
-        const Pairs rotated = token.in_sequence ? rotation.of(pairs[i]) : pairs[i];
-        TX* row = to.at(number) + feature;
-        store(row, rotated.vectors[0]);
-        store(row + kPairStride, rotated.vectors[1]);
-      }
-      head += HEADS * share.step;
-      if (head >= heads) break;
-      read(from, head, share.step, heads, feature, pairs);
+    for (int i = 0; i < HEADS; ++i) {
+      // Beyond the end the last head is loaded again, unused: a branch would split the loads.
+      const int wanted = share.head + i * share.step;
+      const TX* row = from.at(wanted < heads ? wanted : heads - 1) + feature;
+      pairs[i].vectors[0] = load<ACCESS, VEC>(row);
+      pairs[i].vectors[1] = load<ACCESS, VEC>(row + stride);
     }
-  }
-
-  template <typename From, typename To>
-  static __device__ __forceinline__ void copy(const Share& share, const From& from, const To& to,
-                                              int heads, int chunk) {
-    constexpr int kStep = kLanes * kPieces;
-    for (int head = share.head; head < heads; head += HEADS * share.step) {
-      for (int first = 0; first < kRest; first += kStep) {
-        const int vector = first + chunk;
-        const bool inside = kRest % kStep == 0 || vector < kRest;
-        const int feature = Rotated + (inside ? vector : 0) * VEC;
-        Vec<TX, VEC> values[HEADS];
+    find_position(&token, places);
+    const bool rotated = token.in_sequence && lane < kChunks;
+    Rotation rotation;
+    if (rotated) rotation.find(token, lane, table);
 #pragma unroll
-        for (int i = 0; i < HEADS; ++i) {
-          const int wanted = head + i * share.step;
-          values[i] = load<ACCESS, VEC>(from.at(wanted < heads ? wanted : heads - 1) + feature);
-        }
-#pragma unroll
-        for (int i = 0; i < HEADS; ++i) {
-          const int number = head + i * share.step;
-          if (inside && number < heads) store(to.at(number) + feature, values[i]);
-        }
-      }
+    for (int i = 0; i < HEADS; ++i) {
+      const int number = share.head + i * share.step;
+      if (number >= heads) continue;
+      const Pairs result = rotated ? rotation.of(pairs[i]) : pairs[i];
+      TX* row = to.at(number) + feature;
+      store(row, result.vectors[0]);
+      store(row + stride, result.vectors[1]);
     }
   }
 };
@@ -280,18 +241,20 @@ struct Part {
 
 #ifdef KERNEL_rope
 
-// One tensor; the output is dense. 2 ** `lanes` slots share a token's heads.
+// One tensor; the output is dense. Each unit of `unit` tokens has `blocks` blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     rope(const TX* __restrict__ x, TX* __restrict__ y, const float* __restrict__ freqs,
          const int* __restrict__ starts, const int* __restrict__ offsets, long long tokens,
          long long inner, long long length, int sequences, int sequence_first, int cp_size,
-         int cp_rank, long long table_rows, long long table_stride, int heads, int lanes,
+         int cp_rank, long long table_rows, long long table_stride, int heads, int unit, int blocks,
          long long x_outer, long long x_inner, long long x_head) {
   using Only = Part<WIDTH, ROTATED>;
   const Places places{starts, offsets,   tokens,         inner,   length,
                       sequences, sequence_first, cp_size, cp_rank};
   const Table table{freqs, table_rows, table_stride};
-  const Share share = Only::share(blockIdx.x, Only::kSlots >> lanes, 0, lanes, places);
+  const unsigned number = blockIdx.x / static_cast<unsigned>(blocks);
+  const int block = static_cast<int>(blockIdx.x - number * blocks);
+  const Share share = Only::share(number, unit, block, heads, places);
   const Token token = token_of(share.token, places);
   const Heads<1, const TX> from{x + token.outer * x_outer + token.inner * x_inner, x_head, 0};
   const Heads<1, TX> to{y + share.token * heads * WIDTH, WIDTH, 0};
@@ -318,10 +281,10 @@ struct Side {
 
 // Processes a block's share of a part, from the packed tensor or, for the gradient, back to it.
 template <typename Kind, int PerGroup>
-__device__ __forceinline__ void pack(long long number, int unit, int block, int lanes,
-                                     const Side<PerGroup>& packed, const Side<1>& own, int heads,
+__device__ __forceinline__ void pack(long long number, int unit, int block, int heads,
+                                     const Side<PerGroup>& packed, const Side<1>& own,
                                      const Table& table, const Places& places) {
-  const Share share = Kind::share(number, unit, block, lanes, places);
+  const Share share = Kind::share(number, unit, block, heads, places);
   const Token token = token_of(share.token, places);
   if constexpr (BACK) {
     Kind::run(share, token, own.template heads<const TX>(token),
@@ -344,9 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int* __restrict__ offsets, long long tokens, long long inner,
                 long long length, int sequences, int sequence_first, int cp_size, int cp_rank,
                 long long q_rows, long long q_stride, long long k_rows, long long k_stride,
-                int groups, int unit, int blocks, int q_blocks, int k_blocks, int q_lanes,
-                int k_lanes, int v_lanes, long long p_outer, long long p_inner,
-                long long p_group, long long q_outer, long long q_inner, long long q_head,
+                int groups, int unit, int blocks, int q_blocks, int k_blocks,
+                long long p_outer, long long p_inner, long long p_group, long long q_outer, long long q_inner, long long q_head,
                 long long k_outer, long long k_inner, long long k_head, long long v_outer,
                 long long v_inner, long long v_head) {
   const Places places{starts, offsets,   tokens,         inner,   length,
@@ -356,17 +318,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (block < q_blocks) {
     const Side<PER_GROUP> there{packed, p_outer, p_inner, p_group, WIDTH};
     const Side<1> own{q, q_outer, q_inner, q_head, 0};
-    pack<Part<WIDTH, ROTATED>>(number, unit, block, q_lanes, there, own, groups * PER_GROUP,
+    pack<Part<WIDTH, ROTATED>>(number, unit, block, groups * PER_GROUP, there, own,
                                Table{q_freqs, q_rows, q_stride}, places);
   } else if (block < q_blocks + k_blocks) {
     const Side<1> there{packed + PER_GROUP * WIDTH, p_outer, p_inner, p_group, 0};
     const Side<1> own{k, k_outer, k_inner, k_head, 0};
-    pack<Part<WIDTH, K_ROTATED>>(number, unit, block - q_blocks, k_lanes, there, own, groups,
+    pack<Part<WIDTH, K_ROTATED>>(number, unit, block - q_blocks, groups, there, own,
                                  Table{k_freqs, k_rows, k_stride}, places);
   } else {
     const Side<1> there{packed + (PER_GROUP + 1) * WIDTH, p_outer, p_inner, p_group, 0};
     const Side<1> own{v, v_outer, v_inner, v_head, 0};
-    pack<Part<V_WIDTH, 0>>(number, unit, block - q_blocks - k_blocks, v_lanes, there, own, groups,
+    pack<Part<V_WIDTH, 0>>(number, unit, block - q_blocks - k_blocks, groups, there, own,
                            Table{nullptr, 0, 0}, places);
   }
 }

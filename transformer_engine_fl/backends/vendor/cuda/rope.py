@@ -47,7 +47,7 @@ __all__ = [
 
 THREADS: Final = 128
 HEADS: Final = 4
-"""Heads that a thread has in flight at once."""
+"""Heads of a thread."""
 BLOCKS: Final = {2: 4, 4: 4, 8: 1}
 """Blocks that must fit on a multiprocessor, by itemsize."""
 MOST_TOKENS: Final = 2**31 - 2**14
@@ -106,20 +106,20 @@ class Part(NamedTuple):
     vec: int
 
     @property
-    def pieces(self) -> int:
-        """Blocks that share the pairs of a head."""
-        return max(1, -(-(self.rotated // 2 // self.vec) // THREADS))
+    def lanes(self) -> int:
+        """Threads for a head: each has two vectors, of pairs or of features that are copied."""
+        copied = (self.width - self.rotated) // self.vec
+        return self.rotated // 2 // self.vec + -(-copied // 2)
 
     @property
-    def slots(self) -> int:
-        """Heads, of one token or of several, that a block works on in parallel."""
-        lanes = (self.rotated // 2 or self.width) // self.vec
-        return THREADS // min(THREADS, lanes)
+    def pieces(self) -> int:
+        """Blocks that share a head."""
+        return -(-self.lanes // THREADS)
 
-    def lanes(self, heads: int) -> int:
-        """log2 of the number of slots that share a token's heads."""
-        wanted = (-(-heads // HEADS) - 1).bit_length()
-        return min(wanted, self.slots.bit_length() - 1)
+    def blocks(self, tokens: int, heads: int) -> int:
+        """Blocks for so many tokens."""
+        slots = THREADS // min(THREADS, self.lanes)
+        return -(-tokens * -(-heads // HEADS) // slots)
 
 
 def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
@@ -137,9 +137,9 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
         "HEADS": HEADS,
         "BLOCKS": BLOCKS[SIZES[key.x]],
     }
-    kernel, arguments = "rope", "PPPPPqqqiiiiqqiiqqq"
+    kernel, arguments = "rope", "PPPPPqqqiiiiqqiiiqqq"
     if key.v_width:
-        kernel, arguments = "rope_packed", "PPPPPPPPqqqiiiiqqqqiiiiiiii" + "q" * 12
+        kernel, arguments = "rope_packed", "PPPPPPPPqqqiiiiqqqqiiiii" + "q" * 12
         defines |= {
             "K_ROTATED": key.rotated[1],
             "V_WIDTH": key.v_width,
@@ -295,25 +295,23 @@ def _key_of(
 
 
 class Cut(NamedTuple):
-    """How tokens and heads are distributed over blocks.
+    """How tokens are distributed over blocks.
 
     Attributes:
         unit: tokens that the same blocks process.
         blocks: the number of these blocks, for each part.
-        lanes: log2 of the number of slots that share a token's heads, for each part.
     """
 
     unit: int
     blocks: list[int]
-    lanes: list[int]
 
 
 def _cut(key: Key, shapes: Shapes) -> Cut:
-    parts = list(zip(key.parts(), shapes.parts, strict=True))
-    lanes = [part.lanes(shape[-2]) for part, shape in parts]
-    each = [part.slots >> log for (part, _), log in zip(parts, lanes, strict=True)]
-    unit = max(each)
-    return Cut(unit, [-(-unit // it) for it in each], lanes)
+    """The cut with the fewest blocks for each token, for as few tokens as that takes."""
+    parts = [(part, shape[-2]) for part, shape in zip(key.parts(), shapes.parts, strict=True)]
+    most = max(1, min(THREADS, MOST // max(heads for _, heads in parts)))
+    cuts = [Cut(n, [part.blocks(n, heads) for part, heads in parts]) for n in range(1, most + 1)]
+    return min(cuts, key=lambda cut: sum(cut.blocks) / cut.unit)
 
 
 class Plan:
@@ -385,8 +383,8 @@ def _places(outer: int, inner: int, offsets: Tensor | None, options: Options) ->
 def _distances(of: Of, shapes: Shapes, cut: Cut, steps: Sequence[Steps]) -> list[int]:
     """The arguments of a kernel for heads, their distribution over blocks, and strides."""
     if shapes.packed is None:
-        return [shapes.parts[0][-2], *cut.lanes, *steps[0]]
-    numbers = [shapes.packed[-2], cut.unit, sum(cut.blocks), *cut.blocks[:2], *cut.lanes]
+        return [shapes.parts[0][-2], cut.unit, *cut.blocks, *steps[0]]
+    numbers = [shapes.packed[-2], cut.unit, sum(cut.blocks), *cut.blocks[:2]]
     parts = steps if of.back else [_dense_steps(it) for it in shapes.parts]
     numbers += _dense_steps(shapes.packed) if of.back else steps[0]
     return numbers + [number for it in parts for number in it]
