@@ -107,7 +107,17 @@ def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> N
 # more than a block has threads.
 @pytest.mark.parametrize("dtype", [LOW, FULL, DOUBLE])
 @pytest.mark.parametrize(
-    "widths", [(128, 128), (96, 96), (80, 78), (192, 64), (500, 6), (1032, 1026), (4096, 4096)]
+    "widths",
+    [
+        (128, 128),
+        (96, 96),
+        (80, 78),
+        (192, 64),
+        (500, 6),
+        (1030, 1030),
+        (1032, 1026),
+        (4096, 4096),
+    ],
 )
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_features_of_every_width(
