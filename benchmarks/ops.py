@@ -43,16 +43,9 @@ from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.core.errors import suggestion
 from transformer_engine_fl.ops._dtypes import FLOATS
 from transformer_engine_fl.testing.arguments import as_tuple
-from transformer_engine_fl.testing.timing import median_ms
+from transformer_engine_fl.testing.timing import medians_ms
 
 Report = dict[str, Any]
-
-ROUNDS = 5
-"""The rounds in which the candidates of a workload that is counted in operations alternate.
-
-Matrix products heat a device until it lowers its clocks: if the same kernel is timed twice in
-succession, the first measurement is several percent faster.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ def measure(
         "unit": workload.unit,
         "roof": workload.roof,
         "counted": workload.counted,
-        "rounds": ROUNDS if workload.flops else 1,
+        "in_turns": bool(workload.flops),
         "notes": {},
         "results": {},
         "absent": {},
@@ -145,8 +138,9 @@ def measure(
         return make(its_shape) if workload.mutates else kept
 
     every = list(candidates(workload, args))
-    # Candidates that alternate hold their memory at the same time. Memory-bound workloads need
-    # most of the memory, and clocks hardly matter to them, so their candidates run one by one.
+    # Matrix products heat a device until it lowers its clocks, so their candidates are timed in
+    # turns, and hold their memory at the same time. Memory-bound workloads need most of the memory,
+    # and clocks hardly matter to them: their candidates are timed one by one.
     for together in [every] if workload.flops else [[it] for it in every]:
         works: dict[str, Work] = {}
         ratios: dict[str, float | None] = {}
@@ -175,30 +169,30 @@ def measure(
 
 
 def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds by candidate, the median of its rounds; each round starts with another one."""
-    rounds = row["rounds"]
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds):
-        names = list(found)
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            with _absence_noted(row, name):
-                taken = median_ms(works[name].run, args.warmup / rounds, args.rep / rounds)
-                found[name].append(taken)
-            if name in row["absent"]:
-                del found[name], works[name]
-    return {name: statistics.median(medians) for name, medians in found.items()}
+    """Milliseconds by candidate, of those that run."""
+    for name in list(works):
+        with _absence_noted(row, name):
+            works[name].run()
+        if name in row["absent"]:
+            del works[name]
+    with _absence_noted(row, *works):
+        medians = medians_ms([it.run for it in works.values()], args.warmup, args.rep)
+        return dict(zip(works, medians, strict=True))
+    return {}
 
 
 @contextlib.contextmanager
-def _absence_noted(row: Report, name: str) -> Iterator[None]:
-    """Report a candidate that declines or fails as absent."""
+def _absence_noted(row: Report, *names: str) -> Iterator[None]:
+    """Report candidates that decline or fail as absent."""
     try:
         yield
     except AbsentError as error:
-        row["absent"][name] = str(error).splitlines()[0]
+        said = str(error).splitlines()[0]
     except Exception as error:  # noqa: BLE001 - any failure of a candidate is reported
-        row["absent"][name] = f"{type(error).__name__}: {error}"[:300]
+        said = f"{type(error).__name__}: {error}"[:300]
+    else:
+        return
+    row["absent"] |= dict.fromkeys(names, said)
 
 
 def prepare(

@@ -59,8 +59,13 @@ peer that does less work. The roofs are measured in the same run.
 
 TURNS = """
 Matrix products heat the device until it lowers its clocks, which would favour the candidate that
-is timed first. Workloads that are reported in TFLOP/s are therefore timed in {rounds} rounds, each
-of which starts with a different candidate; the figure is the median of a candidate's rounds.
+is timed first. The candidates of workloads that are reported in TFLOP/s are therefore timed in
+turns, each of which has an order of its own, so that none always follows the same other one.
+"""
+
+ROUNDS = """
+Here, candidates of workloads that are reported in TFLOP/s were still timed in rounds, {rounds} of
+them: in each one after the other, always in the same order, but each time from another one on.
 """
 
 COPIES = """
@@ -265,9 +270,8 @@ def _summary(
 
 def _method(reports: Iterable[Report]) -> Iterator[str]:
     yield _paragraph(METHOD)
-    rounds = max((row.get("rounds", 1) for it in reports for row in it["rows"]), default=1)
-    if rounds > 1:
-        yield _paragraph(TURNS.format(rounds=rounds))
+    if any(row.get("in_turns") for report in reports for row in report["rows"]):
+        yield _paragraph(TURNS)
 
 
 def _is_compiled(report: Report) -> bool:
@@ -286,6 +290,9 @@ def _operators(path: Path, report: Report, alone: list[Report]) -> Iterator[str]
         "The tables have the sets of this repository first: "
         f"{', '.join(f'`{it}`' for it in names if is_ours(it))}."
     )
+    rounds = max((row.get("rounds", 1) for row in report["rows"]), default=1)
+    if rounds > 1:
+        yield _paragraph(ROUNDS.format(rounds=rounds))
     yield "Roofs:\n"
     yield "".join(
         f"- {roof_text(report, [name])}: {roof['what']}.\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import signal
@@ -401,10 +402,13 @@ def test_a_library_function_is_given_the_operators_arguments(peer: str, name: st
 # --------------------------------------------------------------------------- measurement
 
 
-def fake_median(work: Callable[[], Any], warmup: float, rep: float) -> float:
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e3
+def fake_medians(works: list[Callable[[], Any]], warmup: float, rep: float) -> list[float]:
+    found = []
+    for work in works:
+        start = time.perf_counter()
+        work()
+        found.append((time.perf_counter() - start) * 1e3)
+    return found
 
 
 def measured(
@@ -412,10 +416,10 @@ def measured(
     name: str,
     *impls: str,
     peers: tuple[str, ...] = (),
-    timer: Callable[..., float] = fake_median,
+    timer: Callable[..., list[float]] = fake_medians,
 ) -> dict[str, Any]:
     """Measure a row on the CPU; its times are meaningless."""
-    monkeypatch.setattr(suite, "median_ms", timer)
+    monkeypatch.setattr(suite, "medians_ms", timer)
     own = {peer: PEERS[peer][name] for peer in peers}
     monkeypatch.setattr(suite, "peers_of", lambda _: own)
     workload = WORKLOADS[name]
@@ -485,27 +489,22 @@ def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
     assert all(it["error_over_allowed"] <= 1 for it in row["results"].values())
 
 
-def test_compute_bound_candidates_are_measured_in_alternating_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Equal work gets nearly equal times even if each measurement is slower than the last."""
-    order: list[int] = []
-
-    def slower_each_time(work: Callable[[], Any], warmup: float, rep: float) -> float:
-        order.append(id(work))
-        assert (warmup, rep) == (20 / suite.ROUNDS, 80 / suite.ROUNDS)
-        return float(len(order))
+def test_compute_bound_candidates_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(works: list[Callable[[], Any]], warmup: float, rep: float) -> list[float]:
+        assert (warmup, rep) == (20, 80)
+        for work in works:
+            work()
+        return [1.0, 2.0, 3.0]
 
     names = "reference.torch", "torch.matmul", "torch.eager"
     monkeypatch.setitem(PEERS["torch.eager"], "generic_gemm", PEERS["torch.matmul"]["generic_gemm"])
-    row = measured(monkeypatch, "generic_gemm", names[0], peers=names[1:], timer=slower_each_time)
-    rounds = [order[at : at + 3] for at in range(0, len(order), 3)]
-    assert len(rounds) == row["rounds"] == suite.ROUNDS > 1
-    assert all(set(it) == set(rounds[0]) for it in rounds)
-    assert {it[0] for it in rounds} == set(rounds[0])
-    assert list(row["results"]) == list(names)
-    middle = 1e3 * (len(order) + 1) / 2
-    assert all(abs(it["us"] - middle) <= 1e3 for it in row["results"].values())
+    row = measured(monkeypatch, "generic_gemm", names[0], peers=names[1:], timer=together)
+    assert row["in_turns"]
+    assert {name: it["us"] for name, it in row["results"].items()} == {
+        "reference.torch": 1e3,
+        "torch.matmul": 2e3,
+        "torch.eager": 3e3,
+    }
 
 
 def test_a_memory_bound_candidate_is_measured_before_the_next_is_made(
@@ -518,32 +517,47 @@ def test_a_memory_bound_candidate_is_measured_before_the_next_is_made(
         events.append(impl_id)
         return make(workload, "reference.torch", sample)
 
-    def timed(work: Callable[[], Any], warmup: float, rep: float) -> float:
+    def timed(works: list[Callable[[], Any]], warmup: float, rep: float) -> list[float]:
         events.append("timed")
-        return 1.0
+        return [1.0]
 
     monkeypatch.setattr(suite, "own_work", noted)
     row = measured(monkeypatch, "rmsnorm_fwd", "a", "b", timer=timed)
     assert events == ["a", "timed", "b", "timed"]
-    assert row["rounds"] == 1
+    assert not row["in_turns"]
 
 
-def test_a_candidate_that_fails_is_left_out_of_later_rounds(
+def test_a_candidate_that_fails_at_the_measured_shape_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried: list[int] = []
+    make, runs = suite.own_work, itertools.count()
 
-    def failing_fourth(work: Callable[[], Any], warmup: float, rep: float) -> float:
-        tried.append(id(work))
-        if len(tried) == 4:
-            raise RuntimeError("out of memory")
-        return 1.0
+    def failing_second(*args: Any) -> Work:
+        work = make(*args)
 
-    impl, peer = "reference.torch", "torch.matmul"
-    row = measured(monkeypatch, "generic_gemm", impl, peers=(peer,), timer=failing_fourth)
+        def run() -> Any:
+            if next(runs) == 1:
+                raise RuntimeError("out of memory")
+            return work.run()
+
+        return Work(run, work.values)
+
+    monkeypatch.setattr(suite, "own_work", failing_second)
+    row = measured(monkeypatch, "generic_gemm", "reference.torch", peers=("torch.matmul",))
     assert row["absent"] == {"reference.torch": "RuntimeError: out of memory"}
     assert list(row["results"]) == ["torch.matmul"]
-    assert len(tried) == 2 * suite.ROUNDS - (suite.ROUNDS - 2)
+
+
+def test_candidates_that_cannot_be_timed_together_are_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(works: list[Callable[[], Any]], warmup: float, rep: float) -> list[float]:
+        raise RuntimeError("the device is lost")
+
+    impl, peer = "reference.torch", "torch.matmul"
+    row = measured(monkeypatch, "generic_gemm", impl, peers=(peer,), timer=failing)
+    assert row["absent"] == dict.fromkeys((impl, peer), "RuntimeError: the device is lost")
+    assert not row["results"]
 
 
 def test_a_peer_that_is_not_installed_is_named_and_the_others_are_measured(
@@ -652,7 +666,7 @@ def test_the_page_has_a_section_for_each_family(several_families: dict[str, Any]
     words = " ".join(page.split())
     assert "roof: matmul 1 TFLOP/s; cold L2" in words
     assert "Measured on 2026-01-02. Versions: torch 2.x, triton 3.x." in words
-    assert f"are therefore timed in {suite.ROUNDS} rounds" in words
+    assert "are therefore timed in turns" in words
     assert "torch.eager `swiglu` (not the required bits)" in words
     assert "- Counted in `generic_gemm`: 2 M N K" in words
     assert "- torch.eager in `cross_entropy fwd+bwd`: F.cross_entropy of float32 logits" in words

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from transformer_engine_fl.testing.timing import median_ms
+from transformer_engine_fl.testing.timing import median_ms, medians_ms
 
 pytestmark = pytest.mark.gpu
 
@@ -33,3 +33,23 @@ def test_the_time_of_the_device_is_counted() -> None:
     torch.cuda.synchronize()
     each = start.elapsed_time(end) / 20
     assert median_ms(lambda: x.add_(1)) > each / 2  # other processes may use the device meanwhile
+
+
+def test_calls_that_are_timed_together_have_times_of_their_own() -> None:
+    x = torch.ones(2**28, device="cuda")
+    order: list[str] = []
+
+    def long() -> None:
+        order.append("long")
+        for _ in range(20):
+            x.add_(1)
+
+    def short() -> None:
+        order.append("short")
+        x[: 2**20].add_(1)
+
+    slow, quick = medians_ms([long, short], warmup=5, rep=40)
+    assert slow > 20 * quick
+    timed = order[-(order[::-1].index("long") + 40) :]
+    assert timed.count("short") > 4 * timed.count("long") >= 4
+    assert order.count("long") >= 5

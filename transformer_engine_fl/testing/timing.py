@@ -1,16 +1,17 @@
-"""How long the work of a call takes on a GPU, whatever time the host needs to queue it."""
+"""How long the work of calls takes on a GPU, whatever time the host needs to queue it."""
 
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
-__all__ = ["median_ms"]
+__all__ = ["median_ms", "medians_ms"]
 
 _CACHE_BYTES: Final = 2**28
 """More than the L2 cache of any GPU."""
@@ -37,39 +38,75 @@ def median_ms(work: Callable[[], Any], warmup: float = 20, rep: float = 80) -> f
     Returns:
         Milliseconds between the events recorded before and after the call on its stream.
     """
+    return medians_ms([work], warmup, rep)[0]
+
+
+def medians_ms(
+    works: Sequence[Callable[[], Any]], warmup: float = 20, rep: float = 80
+) -> list[float]:
+    """The same for several calls that are to be compared, timed in turns.
+
+    A device whose clocks change while it is busy would otherwise be slower for those that are
+    timed later. Each turn has an order of its own, so no call always follows the same other one.
+
+    Args:
+        works: the calls.
+        warmup, rep: milliseconds to spend on each of them before timing, and timed. A call is
+            timed five times at least.
+
+    Returns:
+        Milliseconds for each.
+    """
     if not torch.cuda.is_available():
         from triton.testing import do_bench  # it supports all of Triton's devices
 
-        found: float = do_bench(work, warmup=warmup, rep=rep, return_mode="median")
-        return found
+        return [do_bench(it, warmup=warmup, rep=rep, return_mode="median") for it in works]
     cache = torch.empty(_CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
+    leads = [_lead(it) for it in works]
+    orders = random.Random(0)
+
+    def timed(calls: Sequence[int]) -> list[list[float]]:
+        pairs = [[(_event(), _event()) for _ in range(count)] for count in calls]
+        turns = max(calls, default=0)
+        for turn in range(turns):
+            # Calls that are timed less often than others are spread evenly over the turns.
+            due = [
+                (place, turn * count // turns)
+                for place, count in enumerate(calls)
+                if turn * count // turns < (turn + 1) * count // turns
+            ]
+            for place, number in orders.sample(due, len(due)):
+                start, end = pairs[place][number]
+                _sleep(leads[place])
+                cache.zero_()
+                start.record()
+                works[place]()
+                end.record()
+        torch.cuda.synchronize()
+        return [[start.elapsed_time(end) for start, end in of_one] for of_one in pairs]
+
+    each = []
+    for place in range(len(works)):
+        whole = (_event(), _event())
+        whole[0].record()
+        timed([_REHEARSALS if it == place else 0 for it in range(len(works))])
+        whole[1].record()
+        torch.cuda.synchronize()
+        each.append(max(1e-3, whole[0].elapsed_time(whole[1]) / _REHEARSALS))
+    timed([max(1, int(warmup / it)) for it in each])
+    times = timed([max(_FEWEST, int(rep / it)) for it in each])
+    return [statistics.median(it) for it in times]
+
+
+def _lead(work: Callable[[], Any]) -> int:
+    """Clock cycles for which the device is to wait until the host has queued a call."""
     work()
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(_REHEARSALS):
         work()
     queued_ms = (time.perf_counter() - begun) / _REHEARSALS * 1e3
-    cycles = int(_LEAD * queued_ms * _cycles_per_ms(torch.cuda.current_device()))
-
-    def timed(calls: int) -> list[float]:
-        pairs = [(_event(), _event()) for _ in range(calls)]
-        for start, end in pairs:
-            _sleep(cycles)
-            cache.zero_()
-            start.record()
-            work()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
-
-    whole = (_event(), _event())
-    whole[0].record()
-    timed(_REHEARSALS)
-    whole[1].record()
-    torch.cuda.synchronize()
-    each = max(1e-3, whole[0].elapsed_time(whole[1]) / _REHEARSALS)
-    timed(max(1, int(warmup / each)))
-    return statistics.median(timed(max(_FEWEST, int(rep / each))))
+    return int(_LEAD * queued_ms * _cycles_per_ms(torch.cuda.current_device()))
 
 
 def _event() -> torch.cuda.Event:
