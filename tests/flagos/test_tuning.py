@@ -660,13 +660,50 @@ def test_the_fastest_candidate_whose_values_are_right_is_chosen(
     assert result.key == {"columns": 64, "itemsize": 2}
     assert (result.value, result.ms) == (Tile(64)._asdict(), 1.0)
     assert (result.heuristic, result.heuristic_ms) == (BY_RULE._asdict(), 3.0)
-    assert result.tried == len(told) == 5
+    assert result.tried == 5
+    assert [it.endswith(" (again)") for it in told] == [False] * 5 + [True] * 3
     out = {it.value["threads"]: it.reason for it in result.discarded}
     assert "out of resource" in out[96]
     assert "times the allowed error" in out[256]
     assert len(out) == 2
     assert json.dumps(result.to_dict())
     assert choice(CPU, 50, 2) == BY_RULE
+
+
+def test_candidates_are_compared_fairly_on_a_device_that_slows_down(
+    job: Any, choice: Choice[Tile]
+) -> None:
+    from transformer_engine_fl.cli.tune import measuring
+
+    usual = timed(choice, of1=1.0, of64=0.95, of128=1.0)
+    asked = itertools.count()
+    result = measuring.measure(
+        job, CPU, lambda work: usual(work) * (1 + 0.1 * next(asked)), lambda said: None
+    )
+    assert result.value == Tile(64)._asdict()
+    assert result.ms == pytest.approx(0.95 * 1.25)
+    assert result.heuristic_ms == pytest.approx(1.25)
+
+
+def test_a_candidate_that_fails_the_second_time_is_discarded(
+    job: Any, choice: Choice[Tile]
+) -> None:
+    from transformer_engine_fl.cli.tune import measuring
+
+    usual = timed(choice, of1=3.0, of64=1.0, of128=2.0)
+    seen: list[int] = []
+
+    def timer(work: Callable[[], Any]) -> float:
+        assert choice._trial is not None
+        seen.append(choice(CPU, 1, 1).threads)
+        if seen.count(64) == 2 and seen[-1] == 64:
+            raise RuntimeError("no")
+        return usual(work)
+
+    result = measuring.measure(job, CPU, timer, lambda said: None)
+    assert seen == [1, 64, 128, 128, 64, 1]
+    assert result.value == Tile(128)._asdict()
+    assert {"threads": 64, "wide": False} in [it.value for it in result.discarded]
 
 
 def test_what_is_hardly_faster_than_the_rule_is_not_chosen(job: Any, choice: Choice[Tile]) -> None:
@@ -975,7 +1012,7 @@ def test_what_was_measured_before_an_error_is_kept(
 
     def failing(work: Callable[[], Any]) -> float:
         calls.append(timer(work))
-        if len(calls) > 3:  # the first timing of the second call
+        if len(calls) > 6:  # the first timing of the second call
             raise torch.OutOfMemoryError("40 GiB")
         return calls[-1]
 

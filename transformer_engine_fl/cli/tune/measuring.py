@@ -6,6 +6,7 @@ The families define the candidates, and the calls with which they are measured.
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +51,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 def median_ms(work: Callable[[], Any]) -> float:
     """Median time of a call, the L2 cache cleared before each."""
-    return timing.median_ms(work, warmup=10, rep=60)
+    return timing.median_ms(work, warmup=5, rep=30)
 
 
 class Discarded(NamedTuple):
@@ -84,7 +85,7 @@ class Result:
         job: the job.
         key: the key of the choice for which the call asked.
         value: the candidate to use; None if none keeps the contract.
-        ms: its time.
+        ms: its time, the mean of two.
         heuristic: the value that the heuristic chooses.
         heuristic_ms: its time; None if it was discarded.
         tried: how many candidates were tried, discarded ones included.
@@ -197,8 +198,8 @@ def measure(
     Args:
         job: the choice and the call.
         device: the device to measure on.
-        timer: returns the milliseconds of a call.
-        progress: called with each candidate, as text, before it is measured.
+        timer: returns the milliseconds of a call; asked twice about each candidate.
+        progress: called with each candidate, as text, before it is timed.
 
     Raises:
         TeFlError: the call does not ask for this choice, or the device ran out of memory.
@@ -214,20 +215,26 @@ def measure(
     (key,) = keys
     first = job.choice.unmeasured(device, key)
     values = list(dict.fromkeys([first, *job.choice.candidates(*key)]))
-    times: dict[Any, float] = {}
+    times: dict[Any, list[float]] = {value: [] for value in values}
     discarded = []
-    for value in values:
-        progress(f"{job}: {shown(value._asdict())}")
-        with job.choice.trial(value):
-            reason = _wrong(job, entry, checked, value)
-            if reason is None:
-                try:
-                    times[value] = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
-                except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
-                    reason = _error_line(job, error, value)
-        if reason is not None:
-            discarded.append(Discarded(value._asdict(), reason))
-    return _result(job, key, first, times, len(values), discarded)
+    # A device that is busy may lower its clocks. Each candidate is timed twice, the second time in
+    # reverse order, so that this makes all of them slower alike.
+    for again, order in enumerate((values, values[::-1])):
+        for value in [it for it in order if it in times]:
+            progress(f"{job}: {shown(value._asdict())}{' (again)' if again else ''}")
+            with job.choice.trial(value):
+                reason = None if again else _wrong(job, entry, checked, value)
+                if reason is None:
+                    try:
+                        taken = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
+                        times[value].append(taken)
+                    except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
+                        reason = _error_line(job, error, value)
+            if reason is not None:
+                del times[value]
+                discarded.append(Discarded(value._asdict(), reason))
+    means = {value: statistics.fmean(both) for value, both in times.items()}
+    return _result(job, key, first, means, len(values), discarded)
 
 
 def _result(
