@@ -127,8 +127,8 @@ def test_an_empty_variable_counts_as_unset(variable: str, text: str) -> None:
     [
         ("TE_FL_PREFER", "vendro", "'vendro'", "flagos, vendor, reference", "'vendor'"),
         ("TE_FL_PREFER", "flag_os", "'flag_os'", "vendor:NAME, impl:ID", "'flagos'"),
-        ("TE_FL_PREFER", "vendro:acme", "'vendro:acme'", "vendor:NAME", "'vendor'"),
-        ("TE_FL_PREFER", "imp:acme", "'imp:acme'", "impl:ID", "'impl'"),
+        ("TE_FL_PREFER", "vendro:acme", "'vendro:acme'", "vendor:NAME", "'vendor:acme'"),
+        ("TE_FL_PREFER", "imp:acme", "'imp:acme'", "impl:ID", "'impl:acme'"),
         ("TE_FL_PREFER", "vendor:", "'vendor:'", "vendor:NAME", None),
         ("TE_FL_PREFER", "vendor:a b", "'a b'", "vendor:NAME", None),
         ("TE_FL_PREFER", "flagos,vendor", "'flagos,vendor'", "flagos, vendor", "'vendor'"),
@@ -663,6 +663,10 @@ def test_an_iterator_of_names_is_read_in_full() -> None:
     [
         ({"prefer": "vendro"}, "prefer: 'vendro'.*mean 'vendor'"),
         ({"prefer": ""}, "prefer: ''"),
+        ({"prefer": "vendr: acme"}, r"mean 'vendor:acme'\?$"),
+        ({"prefer": "vendr:a b"}, "'a b' after the colon is not a valid name$"),
+        ({"prefer": "flagos:acme"}, "impl:ID$"),
+        ({"prefer": "impl"}, "write its id after 'impl:'$"),
         ({"prefer": 3}, "prefer: 3 is not a selector token"),
         ({"strict": 1}, "strict: 1 is not True or False"),
         ({"strict": "yes"}, "strict: 'yes' is not True or False"),

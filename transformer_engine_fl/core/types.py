@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transformer_engine_fl.core.contract import signature_of
-from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError, suggestion
+from transformer_engine_fl.core.errors import (
+    ConfigurationError,
+    RegistrationError,
+    nearest,
+    suggestion,
+)
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -331,11 +336,17 @@ class Selector:
             return cls("kind", head)
         if colon and head in ("vendor", "impl") and re.fullmatch(NAME, rest):
             return cls(head, rest.lower() if head == "vendor" else rest)
-        hint = suggestion(head, ("vendor", "impl") if colon else _KINDS)
-        if colon and head in ("vendor", "impl"):
-            hint = f"; {rest!r} after the colon is not a valid name"
-        elif not hint and re.fullmatch(NAME, token):
-            hint = f"; for a vendor, write {f'vendor:{token}'!r}"
+        if colon:
+            close = nearest(head, ("vendor", "impl"))
+            hint = f"; did you mean {f'{close}:{rest}'!r}?" if close else ""
+            if close and not re.fullmatch(NAME, rest):
+                hint = f"; {rest!r} after the colon is not a valid name"
+        elif head == "impl":
+            hint = "; for an implementation, write its id after 'impl:'"
+        else:
+            hint = suggestion(head, _KINDS)
+            if not hint and re.fullmatch(NAME, token):
+                hint = f"; for a vendor, write {f'vendor:{token}'!r}"
         raise ConfigurationError(
             f"{where}: {token!r} is not a selector; valid: {', '.join(_KINDS)}, "
             f"vendor:NAME, impl:ID{hint}"
