@@ -116,8 +116,8 @@ struct Part {
   static constexpr int kSlots = THREADS / kLanes;
   static constexpr int kPairStride = INTERLEAVED && VEC == 1 ? 1 : kHalf;
 
-  // The blocks of a part divide the heads of `unit` tokens, the `unit_number`th of them, among
-  // their slots, of kLanes threads each; `block` is the index among these blocks.
+  // Tokens are taken in units of `unit`; `block` is the index among the blocks of this part that
+  // have the same unit. Each of their slots, of kLanes threads, takes a portion of a token's heads.
   static __device__ __forceinline__ Share share(long long unit_number, int unit, int block,
                                                 int heads, const Places& places) {
     const unsigned portions = (static_cast<unsigned>(heads) + HEADS - 1) / HEADS;
@@ -126,7 +126,7 @@ struct Part {
     const unsigned within = item / portions;
     const long long number = unit_number * unit + within;
     return {number, static_cast<int>(item - within * portions), static_cast<int>(portions),
-            slot < kSlots && within < unit && number < places.tokens};
+            slot < kSlots && within < static_cast<unsigned>(unit) && number < places.tokens};
   }
 
   struct Pairs {
@@ -307,10 +307,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int* __restrict__ offsets, long long tokens, long long inner,
                 long long length, int sequences, int sequence_first, int cp_size, int cp_rank,
                 long long q_rows, long long q_stride, long long k_rows, long long k_stride,
-                int groups, int unit, int blocks, int q_blocks, int k_blocks,
-                long long p_outer, long long p_inner, long long p_group, long long q_outer, long long q_inner, long long q_head,
-                long long k_outer, long long k_inner, long long k_head, long long v_outer,
-                long long v_inner, long long v_head) {
+                int groups, int unit, int blocks, int q_blocks, int k_blocks, long long p_outer,
+                long long p_inner, long long p_group, long long q_outer, long long q_inner,
+                long long q_head, long long k_outer, long long k_inner, long long k_head,
+                long long v_outer, long long v_inner, long long v_head) {
   const Places places{starts, offsets,   tokens,         inner,   length,
                       sequences, sequence_first, cp_size, cp_rank};
   const unsigned number = blockIdx.x / static_cast<unsigned>(blocks);

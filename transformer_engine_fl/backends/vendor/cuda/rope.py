@@ -117,9 +117,10 @@ class Part(NamedTuple):
         return -(-self.lanes // THREADS)
 
     def blocks(self, tokens: int, heads: int) -> int:
-        """Blocks for so many tokens."""
+        """Blocks for so many tokens, whose heads are divided into portions of HEADS."""
         slots = THREADS // min(THREADS, self.lanes)
-        return -(-tokens * -(-heads // HEADS) // slots)
+        portions = -(-heads // HEADS)
+        return -(-tokens * portions // slots)
 
 
 def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
