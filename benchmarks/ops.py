@@ -7,7 +7,7 @@ are checked against float64; then it is timed with a cold L2 cache, and the medi
 Memory-bound work is reported in GB/s of the fewest bytes that must be moved, and compared with a
 large device-to-device copy in the same run. Matrix products are reported in TFLOP/s, and compared
 with torch's product of large square matrices in the same run; their candidates are timed in
-alternation. Writes JSON, with ``--markdown`` also a table, and with ``--plot`` a plot.
+turns of random order. Writes JSON, with ``--markdown`` also a table, and with ``--plot`` a plot.
 ``workloads/`` defines what is measured, and ``peers/`` what it is compared with.
 """
 
@@ -169,7 +169,10 @@ def measure(
 
 
 def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds by candidate, of those that run."""
+    """Milliseconds by candidate.
+
+    Each runs once first: one that failed among the others would end their timing, too.
+    """
     for name in list(works):
         with _absence_noted(row, name):
             works[name].run()

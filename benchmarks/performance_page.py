@@ -64,8 +64,9 @@ turns, each of which has an order of its own, so that none always follows the sa
 """
 
 ROUNDS = """
-Here, candidates of workloads that are reported in TFLOP/s were still timed in rounds, {rounds} of
-them: in each one after the other, always in the same order, but each time from another one on.
+Here the candidates of workloads that are reported in TFLOP/s were timed in {rounds} rounds instead:
+always in the same order, but each round began with another candidate. The figure is the median of
+a candidate's rounds.
 """
 
 COPIES = """

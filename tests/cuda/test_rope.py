@@ -104,7 +104,7 @@ def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> N
 
 
 # d features, d2 of them rotated: a power of two, another number, all but two, a few of many,
-# more than a block has threads.
+# more than a block has threads; (1030, 1030) ends amid a block.
 @pytest.mark.parametrize("dtype", [LOW, FULL, DOUBLE])
 @pytest.mark.parametrize(
     "widths",
@@ -129,6 +129,30 @@ def test_features_of_every_width(
     options = {"qkv_format": "bshd", "interleaved": interleaved}
     check("fused_rope_forward", x, freqs, **options)
     check("fused_rope_backward", x, freqs, **options)
+
+
+# Heads of the tensors and features; tokens of a unit, and the blocks that have their heads.
+@pytest.mark.parametrize(
+    ("heads", "features", "unit", "blocks"),
+    [
+        ((32,), 128, 2, [1]),
+        ((1,), 128, 16, [1]),
+        ((9,), 128, 16, [3]),
+        ((40,), 80, 5, [2]),
+        ((20,), 96, 21, [5]),
+        ((2,), 4096, 1, [1]),
+        ((32, 8, 8), 128, 8, [4, 1, 1]),
+        ((28, 4, 4), 128, 16, [7, 1, 1]),
+        ((32, 1, 1), 128, 16, [8, 1, 1]),
+    ],
+)
+def test_few_threads_are_left_without_heads(
+    heads: tuple[int, ...], features: int, unit: int, blocks: list[int]
+) -> None:
+    packed = len(heads) > 1
+    key = rope.Key(LOW, False, False, features, (features,) * (1 + packed), features * packed)
+    shapes = rope.Shapes([(1, 1, it, features) for it in heads], None)
+    assert rope._cut(key, shapes) == rope.Cut(unit, blocks)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 11, 64, 71, 130])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from against_contract import checking
@@ -110,6 +112,53 @@ def test_tokens_and_heads_divided_in_any_way(
             shapes = (4 * groups, 32), (groups, 32), (groups, 48)
             grads = [tokens(40, 1, *it, device=device) for it in shapes]
             check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
+
+
+# Heads of the tensors, features, whether pairs are neighbours, dtype; threads, and TOKENS and HEADS
+# for each tensor: what was fastest on an H200 (docs/measured/flagos.md).
+@pytest.mark.parametrize(
+    ("heads", "features", "interleaved", "dtype", "threads", "sizes"),
+    [
+        ((32,), 128, False, torch.bfloat16, 32, [(1, 8)]),
+        ((28,), 128, False, torch.bfloat16, 32, [(1, 8)]),
+        ((32,), 128, True, torch.bfloat16, 64, [(1, 16)]),
+        ((32,), 64, False, torch.bfloat16, 32, [(1, 16)]),
+        ((32,), 256, False, torch.bfloat16, 64, [(1, 8)]),
+        ((8,), 512, False, torch.bfloat16, 128, [(1, 8)]),
+        ((2,), 4096, False, torch.bfloat16, 128, [(1, 1)]),
+        ((16,), 128, False, torch.float32, 32, [(1, 4)]),
+        ((16,), 64, False, torch.float32, 32, [(2, 4)]),
+        ((4,), 128, False, torch.bfloat16, 32, [(1, 4)]),
+        ((3,), 128, False, torch.bfloat16, 32, [(1, 4)]),
+        ((2,), 128, False, torch.bfloat16, 32, [(2, 2)]),
+        ((1,), 128, False, torch.bfloat16, 32, [(4, 1)]),
+        ((32, 8, 8), 128, False, torch.bfloat16, 32, [(1, 8), (1, 8), (1, 8)]),
+        ((28, 4, 4), 128, False, torch.bfloat16, 32, [(1, 8), (1, 4), (2, 4)]),
+        ((32, 1, 1), 128, False, torch.bfloat16, 32, [(1, 8), (2, 1), (8, 1)]),
+        ((2, 2, 2), 128, False, torch.bfloat16, 32, [(2, 2), (2, 2), (4, 2)]),
+    ],
+)
+def test_how_the_rule_divides_tokens_and_heads(
+    heads: tuple[int, ...],
+    features: int,
+    interleaved: bool,
+    dtype: torch.dtype,
+    threads: int,
+    sizes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(flagos, "_PLANS", {})
+    monkeypatch.setattr(flagos._launch, "Launch", lambda *_, **options: made.update(options))
+    freqs = torch.empty(1, features, device="meta")
+    of_heads = [torch.empty(1, 1, it, 1, features, dtype=dtype, device="meta") for it in heads]
+    tables = (freqs, freqs, None)
+    parts = [flagos._Part(x, x, it) for x, it in zip(of_heads, tables, strict=False)]
+    places = flagos._Places(None, "sbhd", None, interleaved, 1, 0, False)
+    constants = tuple([it.constants() for it in parts])
+    flagos._plan_of(torch.empty(0, dtype=dtype), heads, constants, places, (8, 4))
+    assert made["threads"] == threads
+    assert [(made[f"{it}_TOKENS"], made[f"{it}_HEADS"]) for it in "QKV"[: len(heads)]] == sizes
 
 
 # d features, d2 of them rotated: a power of two, another number, all but two, a few of many.

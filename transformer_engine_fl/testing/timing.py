@@ -44,15 +44,16 @@ def median_ms(work: Callable[[], Any], warmup: float = 20, rep: float = 80) -> f
 def medians_ms(
     works: Sequence[Callable[[], Any]], warmup: float = 20, rep: float = 80
 ) -> list[float]:
-    """The same for several calls that are to be compared, timed in turns.
+    """Median times of several calls that are to be compared, each as :func:`median_ms` has it.
 
-    A device whose clocks change while it is busy would otherwise be slower for those that are
-    timed later. Each turn has an order of its own, so no call always follows the same other one.
+    The calls are timed in turns: a device whose clocks change while it is busy would otherwise be
+    slower for those that are timed later. Each turn has an order of its own, so no call always
+    follows the same other one. On devices other than CUDA's they are timed one after the other.
 
     Args:
         works: the calls.
-        warmup, rep: milliseconds to spend on each of them before timing, and timed. A call is
-            timed five times at least.
+        warmup, rep: milliseconds to spend on each before timing, and on its timed calls, of which
+            there are at least five.
 
     Returns:
         Milliseconds for each.
@@ -69,11 +70,13 @@ def medians_ms(
         pairs = [[(_event(), _event()) for _ in range(count)] for count in calls]
         turns = max(calls, default=0)
         for turn in range(turns):
-            # Calls that are timed less often than others are spread evenly over the turns.
+            # Calls that are timed less often than others are spread evenly over the turns, each in
+            # the middle of its share of them.
+            half = turns // 2
             due = [
-                (place, turn * count // turns)
+                (place, (turn * count + half) // turns)
                 for place, count in enumerate(calls)
-                if turn * count // turns < (turn + 1) * count // turns
+                if (turn * count + half) // turns < ((turn + 1) * count + half) // turns
             ]
             for place, number in orders.sample(due, len(due)):
                 start, end = pairs[place][number]

@@ -526,7 +526,7 @@ class _Cut(NamedTuple):
 
     Attributes:
         threads: threads of a program whose heads fit into ``bytes``; others have more.
-        bytes: bytes of a program's heads.
+        bytes: bytes of heads for which ``threads`` suffice.
         heads: heads of a token in a program, at most.
     """
 
@@ -557,8 +557,8 @@ _WIDEST = 8192
 _ANGLES = (2, 4, 8)
 """Angles of a thread, at most, where a program could have more tokens: they take registers.
 
-In turn: where there are four heads or more, where another tensor has more heads than this one, and
-otherwise. With two heads the latter two are halved.
+In turn: of programs with four heads of a token or more; of those with fewer, where the programs of
+another tensor have more; and of the others. With two heads the latter two are halved.
 """
 
 
@@ -571,11 +571,10 @@ def _candidates(tensors: int, interleaved: int, features: int, itemsize: int) ->
 def _rule(
     device: torch.device | None, tensors: int, interleaved: int, features: int, itemsize: int
 ) -> _Cut:
-    of_an_access = max(1, 16 // itemsize)
-    if interleaved:
-        return _Cut(threads=64, bytes=4096, heads=2 * of_an_access)
+    threads, size = (64, 4096) if interleaved else (32, 2048)
+    heads = size // (128 * itemsize)  # as many as fill these bytes if they have 128 features
     narrow = features * itemsize <= 128
-    return _Cut(threads=32, bytes=2048, heads=2 * of_an_access if narrow else of_an_access)
+    return _Cut(threads, size, 2 * heads if narrow and not interleaved else heads)
 
 
 _CUT = Choice(
@@ -696,12 +695,13 @@ def _plan_of(
     widest = max(max(width, 2 * half * (rotated > 0)) for _, width, rotated, half, _ in parts)
     cut = _CUT(like.device, len(parts), int(places.interleaved), widest, like.itemsize)
     bytes_of_one = triton.next_power_of_2(widest) * like.itemsize
-    mosts = [_heads_of(count, bytes_of_one, cut) for count in heads]
-    room = max(cut.bytes // bytes_of_one, *mosts)
+    of_programs = [_heads_of(count, bytes_of_one, cut) for count in heads]
+    most = max(of_programs)
+    room = max(cut.bytes // bytes_of_one, most)
     threads = min(max(1, room * bytes_of_one // cut.bytes) * cut.threads, 1024)
     sizes = [
-        (_tokens_of(most, max(mosts), half, room, threads), most)
-        for most, (*_, half, _) in zip(mosts, parts, strict=True)
+        (_tokens_of(own, most, half, room, threads), own)
+        for own, (*_, half, _) in zip(of_programs, parts, strict=True)
     ]
     together = max(tokens for tokens, _ in sizes)
     programs = sum(

@@ -198,8 +198,9 @@ def measure(
     Args:
         job: the choice and the call.
         device: the device to measure on.
-        timer: returns the milliseconds of a call; asked twice about each candidate.
-        progress: called with each candidate, as text, before it is timed.
+        timer: returns the milliseconds of a call; asked twice about each candidate that is not
+            discarded.
+        progress: called with each candidate, as text, each time before it is timed.
 
     Raises:
         TeFlError: the call does not ask for this choice, or the device ran out of memory.
