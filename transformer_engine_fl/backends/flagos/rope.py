@@ -590,7 +590,7 @@ _CUT = Choice(
 
 
 def _heads_of(heads: int, bytes_of_one: int, cut: _Cut) -> int:
-    """HEADS for a tensor with so many."""
+    """HEADS for a tensor that has ``heads``."""
     fit = max(1, max(_WIDEST, cut.bytes) // bytes_of_one)
     return min(triton.next_power_of_2(heads), cut.heads, fit)
 
