@@ -171,7 +171,8 @@ def measure(
 def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds by candidate.
 
-    Each runs once first: one that failed among the others would end their timing, too.
+    Each runs once first, now that all have their memory: one that failed among the others would
+    end their timing, too.
     """
     for name in list(works):
         with _absence_noted(row, name):

@@ -69,10 +69,10 @@ def medians_ms(
     def timed(calls: Sequence[int]) -> list[list[float]]:
         pairs = [[(_event(), _event()) for _ in range(count)] for count in calls]
         turns = max(calls, default=0)
+        half = turns // 2
         for turn in range(turns):
             # Calls that are timed less often than others are spread evenly over the turns, each in
             # the middle of its share of them.
-            half = turns // 2
             due = [
                 (place, (turn * count + half) // turns)
                 for place, count in enumerate(calls)

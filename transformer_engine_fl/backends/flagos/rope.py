@@ -554,13 +554,6 @@ _PLANS: dict[object, _Plan] = {}
 _WIDEST = 8192
 """Bytes of a program's heads, at most, unless one head, or the cut, has more."""
 
-_ANGLES = (2, 4, 8)
-"""Angles of a thread, at most, where a program could have more tokens: they take registers.
-
-In turn: of programs with four heads of a token or more; of those with fewer, where the programs of
-another tensor have more; and of the others. With two heads the latter two are halved.
-"""
-
 
 def _candidates(tensors: int, interleaved: int, features: int, itemsize: int) -> Iterator[_Cut]:
     for threads, size in ((32, 2048), (64, 2048), (64, 4096), (128, 8192)):
@@ -596,9 +589,11 @@ def _heads_of(heads: int, bytes_of_one: int, cut: _Cut) -> int:
 
 
 def _tokens_of(heads: int, most: int, half: int, room: int, threads: int) -> int:
-    """TOKENS for HEADS heads, where ``most`` is that of the tensor with the most."""
-    least, beside_others, alone = _ANGLES
-    angles = max(least, (alone if heads == most else beside_others) // heads)
+    """TOKENS for HEADS heads, where ``most`` is that of the tensor with the most.
+
+    The angles of more tokens take registers, of which all tensors have as many as one needs.
+    """
+    angles = max(2, (8 if heads == most else 4) // heads)  # of a thread
     return max(1, min(room // heads, angles * threads // half))
 
 

@@ -219,21 +219,19 @@ def measure(
     times: dict[Any, list[float]] = {value: [] for value in values}
     discarded = []
     # A device that is busy may lower its clocks. Each candidate is timed twice, the second time in
-    # reverse order, so that this makes all of them slower alike.
+    # reverse order, so that this makes all of them slower alike. Their calls cannot take turns: a
+    # trial of another value plans the launches anew.
     for again, order in enumerate((values, values[::-1])):
         for value in [it for it in order if it in times]:
             progress(f"{job}: {shown(value._asdict())}{' (again)' if again else ''}")
             with job.choice.trial(value):
-                reason = None if again else _wrong(job, entry, checked, value)
-                if reason is None:
-                    try:
-                        taken = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
-                        times[value].append(taken)
-                    except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
-                        reason = _error_line(job, error, value)
-            if reason is not None:
+                wrong = None if again else _wrong(job, entry, checked, value)
+                found = wrong or _milliseconds(job, entry, timed, value, timer)
+            if isinstance(found, str):
                 del times[value]
-                discarded.append(Discarded(value._asdict(), reason))
+                discarded.append(Discarded(value._asdict(), found))
+            else:
+                times[value].append(found)
     means = {value: statistics.fmean(both) for value, both in times.items()}
     return _result(job, key, first, means, len(values), discarded)
 
@@ -282,6 +280,14 @@ def _wrong(job: Job, entry: Entry, sample: Sample, value: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
         return _error_line(job, error, value)
     return None
+
+
+def _milliseconds(job: Job, entry: Entry, sample: Sample, value: Any, timer: Timer) -> float | str:
+    """The time of a call, or why it does not run; ``value`` is under trial."""
+    try:
+        return timer(lambda: entry.fn(*sample.args, **sample.kwargs))
+    except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
+        return _error_line(job, error, value)
 
 
 def _attempt(job: Job, work: Callable[[], T]) -> T:
