@@ -465,6 +465,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"z_loss": 0.02},
     {"softcap": 2.0},
     {"softcap": 30},
+    {"softcap": 1e7},
     {"label_smoothing": 0.2, "ignore_index": -1, "z_loss": 0.01, "softcap": 5.0},
 )
 
@@ -506,6 +507,13 @@ def _calls(dtype: str, device: str) -> Iterator[Call]:
     input, target = normal((12, 640), torch.float64, device, 61), _targets((12,), 640, device)
     common = (input - 1e4).to(getattr(torch, dtype))
     yield "smoothed logits around -1e4", common, target, {"label_smoothing": 0.1}
+    kind: torch.dtype = getattr(torch, dtype)
+    far, target = normal((2, 1501), kind, device, 61), torch.tensor([5, 700], device=device)
+    far[range(2), target] = -5e4
+    yield "smoothed almost entirely", far, target, {"label_smoothing": 0.999}
+    # Rows at multiples of 16 bytes, of which a slice of one also has a stride that is none.
+    spread = normal((8, 2, 1000 + 8 // kind.itemsize), kind, device, 61)[:, :1, :1000]
+    yield "every other row", spread, _targets((8, 1), 1000, device), {}
 
 
 def _calls_with_extremes(dtype: str, device: str) -> Iterator[Call]:

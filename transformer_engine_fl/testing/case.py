@@ -406,18 +406,23 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
 
 
 def _misaligned_rows(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
-    """A sample of padded, in themselves dense rows whose stride is no multiple of 16 bytes."""
+    """Samples of padded, in themselves dense rows whose stride is no multiple of 16 bytes.
 
-    def is_odd(value: Any) -> bool:
-        return (
+    One of rows along the dimension before the last, and one where that has a size of one, so that
+    a slice of one row does not show which of its strides was that of the rows.
+    """
+    found: dict[bool, Sample] = {}
+    for sample in samples:
+        value = by_name(contract, sample).get(contract.dispatch_on)
+        if (
             isinstance(value, torch.Tensor)
             and value.ndim > 1
             and value.stride(-1) == 1
             and value.stride(-2) > value.shape[-1]
             and value.stride(-2) * value.element_size() % 16 != 0
-        )
-
-    return [it for it in samples if is_odd(by_name(contract, it).get(contract.dispatch_on))][:1]
+        ):
+            found.setdefault(value.shape[-2] == 1, sample)
+    return list(found.values())
 
 
 def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:

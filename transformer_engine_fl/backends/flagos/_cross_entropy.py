@@ -51,9 +51,9 @@ def store_loss(
     # Not computed from lse, in which a large shift would round away log_total.
     loss = log_total - (at_target - shift)
     if SUMMED:
-        smooth = tl.full((), smoothing, ACC)
         uniform = log_total - (summed / tl.full((), words, ACC) + (center - shift))
-        loss = (1 - smooth) * loss + smooth * uniform
+        # 1 - smoothing in float64: a rounded smoothing near 1 would leave few of its digits.
+        loss = tl.full((), 1 - smoothing, ACC) * loss + tl.full((), smoothing, ACC) * uniform
     factor = tl.full((), z, ACC)
     loss += tl.where(factor == 0, 0, factor * lse * lse)
     outside = (target < 0) | (target >= last)

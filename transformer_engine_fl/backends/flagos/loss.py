@@ -90,6 +90,7 @@ _P1 = tl.constexpr(0.13331441581249237)
 _P2 = tl.constexpr(-0.05373971164226532)
 _P3 = tl.constexpr(0.020639078691601753)
 _P4 = tl.constexpr(-0.005704978480935097)
+_LAST_TERM = tl.constexpr(15)  # of the continued fraction in float64: a relative error of 2e-16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -107,10 +108,16 @@ def _capped(x: tl.tensor, cap: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     share = one / (one + shrunk)
     far = one - 2 * shrunk * share
     tanh = tl.where(u < 0, -far, far)
-    if x.dtype == tl.float32:  # for small u the above cancels too much
-        square = u * u
+    square = u * u  # for small u the above cancels too much
+    if x.dtype == tl.float32:
         series = _P0 + square * (_P1 + square * (_P2 + square * (_P3 + square * _P4)))
-        tanh = tl.where(tl.abs(u) < _NEAR, u + u * square * series, tanh)
+        near = u + u * square * series
+    else:  # Lambert's continued fraction: u / (1 + u**2 / (3 + u**2 / (5 + ...)))
+        tail = tl.full((), _LAST_TERM, x.dtype)
+        for back in tl.static_range(2, _LAST_TERM + 1, 2):
+            tail = (_LAST_TERM - back) + square / tail
+        near = u / tail
+    tanh = tl.where(tl.abs(u) < _NEAR, near, tanh)
     # As 1 - tanh**2 the derivative would cancel where tanh is near 1.
     return bound * tanh, 4 * shrunk * share * share
 
@@ -373,9 +380,8 @@ def _factors(
     if grad_lse_ptr is not None:
         factor += tl.where(read, tl.load(grad_lse_ptr + row, mask=exists, other=0), 0)
     factor += of_z_loss(grad_loss, lse, z)
-    smooth = tl.full((), smoothing, ACC)
-    uniform = tl.where(smooth == 0, 0, tl.full((), share, ACC) * grad_loss)
-    pull = (1 - smooth) * grad_loss + uniform
+    uniform = tl.where(smoothing == 0, 0, tl.full((), share, ACC) * grad_loss)
+    pull = tl.full((), 1 - smoothing, ACC) * grad_loss + uniform
     factor = tl.where(read & ((target < 0) | (target >= last)), float("nan"), factor)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
@@ -507,7 +513,7 @@ def _backward(
 
 # -------------------------------------------------------------------------------- plans
 
-_FORWARD_TILES = {2048: (128, 2048), 8192: (256, 8192), 2**32: (128, 4096)}
+_FORWARD_TILES = {8192: (32, 1024), 2**32: (128, 4096)}
 """By width: (threads of a program, elements that it reads at a time).
 
 A width is columns rounded up to a power of two, float64 counting double.
@@ -553,8 +559,8 @@ def _backward_rule(device: torch.device, columns: int, itemsize: int) -> Tile:
 
 def _candidates(columns: int, itemsize: int) -> Iterator[Tile]:
     """8 to 64 elements per thread, half as many of float64."""
-    for threads in (128, 256, 512):
-        for elements in (2048, 4096, 8192, 16384):
+    for threads in (32, 64, 128, 256, 512):
+        for elements in (1024, 2048, 4096, 8192, 16384):
             if 8 <= elements * _double(itemsize) // threads <= 64:
                 yield Tile(threads, elements)
 
@@ -586,6 +592,21 @@ def _lies_at(op: str, tensor: Tensor) -> int:
     """The address of a tensor, in elements; 1 (odd) if it is not a multiple of the item size."""
     address = address_of(op, tensor)
     return address // tensor.element_size() if address % tensor.element_size() == 0 else 1
+
+
+def _spacing(rows: Tensor, step: int) -> int:
+    """What divides the distances of rows ``step`` apart, also in the tensor they are cut from.
+
+    A slice keeps the strides of dimensions of which it has one element. The order of sums depends
+    on the alignment of rows, and so must not depend on how many of them a call has.
+    """
+    columns = rows.shape[-1]
+    strides = [
+        stride
+        for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True)
+        if size == 1 and stride >= columns
+    ]
+    return math.gcd(step, *strides)
 
 
 def _forward_plan(
@@ -667,7 +688,7 @@ def _run_forward(
     check_size(op, "columns", columns)
     check_size(op, "rows", rows)
     widest = ALIGNMENT // logits.element_size()
-    vec = math.gcd(step, _lies_at(op, logits), widest)
+    vec = math.gcd(_spacing(logits, step), _lies_at(op, logits), widest)
     summed = outputs[0] is not None or bool(options.smoothing)
     capped = options.softcap is not None
     dtypes = (logits.dtype, None if bias is None else bias.dtype, outputs[0] is None)

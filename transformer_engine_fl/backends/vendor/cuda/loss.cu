@@ -64,8 +64,11 @@ __device__ __forceinline__ Capped capped(A x, const Cap& cap) {
   const A size = fabs(u);
   const A below = exponential(A(-2) * size);
   const A share = reciprocal(A(1) + below);
-  A bent = copysign(A(1) - A(2) * below * share, u);
-  if constexpr (sizeof(A) == 4) {  // in float32 the formula above cancels too much for small u
+  A bent;
+  if constexpr (sizeof(A) == 8) {
+    bent = tanh(u);
+  } else {
+    bent = copysign(A(1) - A(2) * below * share, u);  // cancels too much for small u
     const A square = u * u;
     // tanh(u) = u + u**3 * P(u**2), fitted with a relative error of 1e-8
     const A series =
@@ -324,13 +327,13 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS)
   if constexpr (CAPPED) common.cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
   if (read) {
     const A grad = __ldg(grad_loss + row);
-    const A z = static_cast<A>(2 * z_loss), smoothing = static_cast<A>(label_smoothing);
+    const A z = static_cast<A>(2 * z_loss);
     const A scaled = scale ? __ldg(scale) : A(1);
     common.lse = __ldg(lse + row);
     common.factor = grad + (grad_lse ? __ldg(grad_lse + row) : A(0));
     if (z != A(0)) common.factor += z * common.lse * grad;
-    if (smoothing != A(0)) common.uniform = static_cast<A>(share) * grad;
-    common.pull = ((A(1) - smoothing) * grad + common.uniform) * scaled;
+    if (label_smoothing != 0) common.uniform = static_cast<A>(share) * grad;
+    common.pull = (static_cast<A>(1 - label_smoothing) * grad + common.uniform) * scaled;
     common.uniform *= scaled;
     common.factor *= scaled;
     if (target < 0 || target >= last) common.factor = quiet_nan<A>();

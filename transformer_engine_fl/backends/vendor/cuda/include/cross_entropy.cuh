@@ -32,9 +32,9 @@ __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bo
   // Not computed from lse, in which a large shift would round off log_total.
   A result = log_total - (found.at_target - shift);
   if constexpr (kSummed) {
-    const A smoothing = static_cast<A>(label_smoothing);
     const A uniform = log_total - (found.summed / static_cast<A>(words) + (center - shift));
-    result = (A(1) - smoothing) * result + smoothing * uniform;
+    // 1 - smoothing in float64: a rounded smoothing near 1 would leave few of its digits.
+    result = static_cast<A>(1 - label_smoothing) * result + static_cast<A>(label_smoothing) * uniform;
   }
   const A z = static_cast<A>(z_loss);
   if (z != A(0)) result += z * whole * whole;
