@@ -457,6 +457,14 @@ def test_a_compiled_step_serves_all_steps() -> None:
 # -------------------------------------------------------------------------------- errors
 
 
+def test_an_empty_parameter_may_be_expanded() -> None:
+    written = torch.ones(1, 0).expand(2, 0)
+    ops.multi_tensor_scale([torch.ones(2, 0), torch.ones(3)], [written, out := torch.zeros(3)], 2)
+    assert out.tolist() == [2, 2, 2]
+    with pytest.raises(te.ArgumentError, match="expanded"):
+        ops.multi_tensor_scale([torch.ones(2, 1)], [torch.ones(1, 1).expand(2, 1)], 2)
+
+
 def test_what_does_not_agree_is_named_with_its_place() -> None:
     params = [torch.ones(3), torch.ones(2, 2)]
     grads, m, v = clone(params), zeros(params), zeros(params)

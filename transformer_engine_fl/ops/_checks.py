@@ -152,7 +152,8 @@ def is_writable(op: str, name: str, value: torch.Tensor) -> None:
         expected = "a tensor created outside inference mode (clone it), or a call inside it"
         given = f"{describe(value)}, created in inference mode"
         raise ArgumentError(op, name, given, f"{expected}, as it is written")
-    if any(step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True)):
+    shared = (step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True))
+    if value.numel() and any(shared):
         expected = "separate memory for each element, as it is written"
         raise ArgumentError(op, name, f"{describe(value)}, expanded", expected)
 

@@ -24,6 +24,7 @@ __all__ = [
     "nearest",
     "power_of_two",
     "scale_of",
+    "single",
     "unpacked",
 ]
 
@@ -47,6 +48,13 @@ LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 def float32(value: Tensor) -> Tensor:
     """Rounded to float32, in float64."""
     return value.float().double()
+
+
+def single(number: float) -> float:
+    """A number in the range of float32, rounded to it."""
+    import torch
+
+    return float32(torch.tensor(number, dtype=torch.float64, device="cpu")).item()
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,7 +93,7 @@ def scale_of(
     """The float32 scale of an amax."""
     import torch
 
-    a = amax.clamp_min(float32(torch.tensor(epsilon)).item())
+    a = amax.clamp_min(single(epsilon))
     quotient = float32(largest / a).clamp_max(LARGEST_FLOAT32)
     scale = quotient.masked_fill((a == 0) | a.isinf(), 1.0)
     return power_of_two(torch.frexp(scale).exponent - 1) if power_of_2 else scale

@@ -30,6 +30,7 @@ from transformer_engine_fl.ops._rounding import (
     nearest,
     power_of_two,
     scale_of,
+    single,
     unpacked,
 )
 from transformer_engine_fl.ops.quantization import (
@@ -251,7 +252,8 @@ class Epilogue:
         form = FORMATS[options["format"]]
         dtype, columnwise = options["dtype"], options["columnwise"]
         kind = form.dtypes[0] if dtype is None else check.dtype_name(dtype)
-        cast = _Cast(form, kind, scale, options["amax_epsilon"], options["force_pow_2_scales"])
+        epsilon = single(options["amax_epsilon"])
+        cast = _Cast(form, kind, scale, epsilon, options["force_pow_2_scales"])
         matrix = matrix_shape(value.shape)
         value, error = value.reshape(matrix), error.reshape(matrix)
         turned = cast.bounds(value.t(), error.t())[:2] if columnwise else (None, None)

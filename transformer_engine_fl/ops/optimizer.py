@@ -29,7 +29,7 @@ from transformer_engine_fl.core.contract import Sample, Tolerance, contract
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
-from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32, power_of_two
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32, power_of_two, single
 from transformer_engine_fl.ops._samples import normal
 
 if TYPE_CHECKING:
@@ -631,6 +631,7 @@ def _compute_scale_oracle(
     if _skips(noop_flag):
         return _doubles(scales), _doubles(scale_invs)
     largest = torch.finfo(torch.float32).max
+    max_fp8, epsilon = single(max_fp8), single(epsilon)
     found = []
     for amax in _doubles(amaxes):
         raised = torch.where(amax < epsilon, epsilon, amax)
@@ -1133,7 +1134,7 @@ def _compute_scale_samples(dtype: str, device: str) -> Iterator[Sample]:
         yield sample(f"large values, {powers}", [large], **options)
         yield sample(f"around powers of two, {powers}", [around.to(device)], **options)
         yield sample(f"epsilon, {powers}", [edge.to(device)], epsilon=0.01, **options)
-        for largest in (57344.0, 6.0):
+        for largest in (57344.0, 6.0, 448.1):
             yield sample(f"max_fp8={largest}, {powers}", [around.to(device)], largest, **options)
     for label, flag in _flags(maker):
         amaxes = [it.abs() for it in maker.many(_SMALL, 51)]
