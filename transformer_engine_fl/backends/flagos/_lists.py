@@ -32,7 +32,7 @@ LAYOUTS = LIST_PREPARER.layouts
 
 
 def tiles_choice(
-    name: str, usual: Tiles, threads: Sequence[int], tiles: Sequence[int], chunks: Sequence[int]
+    name: str, usual: Tiles, threads: Sequence[int], tiles: Sequence[int], counts: Sequence[int]
 ) -> Choice[Tiles]:
     """The choice of how an operator cuts its lists.
 
@@ -41,13 +41,13 @@ def tiles_choice(
     Args:
         name: the choice's name.
         usual: the value where nothing was measured.
-        threads, tiles, chunks: the candidates' values.
+        threads, tiles, counts: the candidates' threads, tiles, and tiles of a chunk.
     """
 
     def candidates(elements: int, itemsize: int) -> Iterator[Tiles]:
-        for made in itertools.starmap(Tiles, itertools.product(threads, tiles, chunks)):
-            if 4 <= made.tile // made.threads <= 32:
-                yield made
+        for lanes, tile, count in itertools.product(threads, tiles, counts):
+            if 4 <= tile // lanes <= 32:
+                yield Tiles(lanes, tile, tile * count)
 
     return Choice(
         name,

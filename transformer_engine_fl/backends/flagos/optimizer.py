@@ -659,14 +659,14 @@ def _e8m0_scales(
 # ------------------------------------------------------------------------------ launches
 
 
-_THREADS, _TILE_SIZES, _CHUNKS = (128, 256), (1024, 2048, 4096), (8192, 16384, 65536)
+_THREADS, _TILE_SIZES, _COUNTS = (128, 256), (1024, 2048, 4096), (1, 2, 4, 8)
 _TILES = {
-    name: tiles_choice(f"multi_tensor_{name}", usual, _THREADS, _TILE_SIZES, _CHUNKS)
+    name: tiles_choice(f"multi_tensor_{name}", usual, _THREADS, _TILE_SIZES, _COUNTS)
     for name, usual in {
-        "scale": Tiles(128, 2048, 16384),
-        "l2norm": Tiles(256, 4096, 65536),
-        "adam": Tiles(128, 1024, 16384),
-        "sgd": Tiles(128, 1024, 16384),
+        "scale": Tiles(256, 2048, 2048),
+        "l2norm": Tiles(256, 4096, 16384),
+        "adam": Tiles(256, 2048, 2048),
+        "sgd": Tiles(256, 2048, 2048),
         "compute_scale": Tiles(128, 1024, 4096),
     }.items()
 }

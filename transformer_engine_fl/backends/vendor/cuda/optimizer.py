@@ -43,13 +43,15 @@ __all__ = [
 ]
 
 TILES: Final = {
-    "scale": Tiles(256, 1024, 8192),
+    "scale": Tiles(256, 2048, 2048),
     "l2norm": Tiles(256, 4096, 16384),
-    "adam": Tiles(128, 1024, 8192),
-    "sgd": Tiles(128, 1024, 8192),
+    "adam": Tiles(128, 2048, 2048),
+    "sgd": Tiles(256, 2048, 2048),
     "compute_scale": Tiles(128, 1024, 4096),
 }
 """How lists are cut into chunks."""
+_MOST_DEPTH: Final = (8, 4)
+"""Most elements, and vectors, that a thread has in flight: more do not fit into its registers."""
 NORM_THREADS: Final = 512
 """Threads of the block that adds up the partial sums of a norm."""
 
@@ -172,7 +174,7 @@ def source(
         **_DEFINES[name](others, **constants),
         "FIELDS": fields,
         "VEC": vec,
-        "DEPTH": max(1, tiles.tile // (tiles.threads * vec)),
+        "DEPTH": max(1, min(tiles.tile // (tiles.threads * vec), _MOST_DEPTH[vec > 1])),
         "LANES": tiles.threads,
         "CHUNK": tiles.chunk,
     }
