@@ -921,7 +921,7 @@ ROPE = {"tensors": 1, "interleaved": 0, "features": 32, "itemsize": 4}
         ("dbias_dgelu", "6x40", "activation_bwd_with_bias", {"columns": 64, "itemsize": 4}),
         ("dropout_bwd", "6x40", "", {"itemsize": 4}),
         ("moe_permute_fwd", "6x40x4x2", "moe_spread", {"itemsize": 4}),
-        ("dswiglu_quantize", "32x64", "cast_strips", {"halves": 2, "itemsize": 4}),
+        ("bgrad_quantize", "32x64", "cast_strips", {"halves": 1, "itemsize": 4}),
         ("compute_amax", "32x64", "amax", {"itemsize": 4}),
         ("swap_first_dims", "6x2x40", "", {"itemsize": 4}),
         ("fused_rope_forward", "6x1x2x20", "fused_rope", ROPE),
@@ -968,7 +968,7 @@ def test_the_command_shows_a_table_and_a_bar_and_writes_to_the_users_folder(
     said = capsys.readouterr()
     heads, *rows = said.out.splitlines()
     assert heads.split() == ["choice", "call", "chosen", "ms", "by", "rule", "ms", "by", "rule"]
-    assert rows[0].split()[1:6] == ["6x40", "float32", "threads=32", "elements=2048", "32.25"]
+    assert rows[0].split()[1:6] == ["6x40", "float32", "threads=32", "elements=1024", "32.25"]
     assert len(rows) == 2
     path = user / "acme" / f"{name}.yaml"
     assert "tuning" in said.err

@@ -1017,8 +1017,8 @@ def _scale_groups(
 
 _ROW_TILE = Tile(128, 8192)  # cast along its rows alone
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# Tiles below each other: tiles of a program, and pipeline stages.
-_STRIP_STEPS, _STRIP_STAGES = 16, 3
+# Tiles below each other: tiles of a program, and pipeline stages by the halves of a gradient.
+_STRIP_STEPS, _STRIP_STAGES = 16, {1: 5, 2: 3}
 # With fewer programs per multiprocessor than this, each program gets fewer tiles.
 _STRIP_PROGRAMS = 4
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
@@ -1213,18 +1213,20 @@ def _halved(recipe: Recipe) -> bool:
     return recipe.width == 16 and recipe.form.values_per_byte == 2
 
 
-def _square_rule(height: int) -> Block:
+def _square_rule(height: int, itemsize: int) -> Block:
     if _launch.INTERPRETED:
         return _INTERPRETED
     return Block(128, 128, 128 if height == 128 else 64)
 
 
-def _calculated_square_rule(height: int) -> Block:
-    rule = _square_rule(height)
-    return rule if height < 128 else rule._replace(threads=256)  # calculating takes registers
+def _calculated_square_rule(height: int, itemsize: int) -> Block:
+    rule = _square_rule(height, itemsize)
+    if height == 128:
+        return rule._replace(threads=256)  # calculating takes registers
+    return rule if height == 32 else rule._replace(rows=min(rule.rows, 64))
 
 
-def _square_candidates(height: int) -> Iterator[Block]:
+def _square_candidates(height: int, itemsize: int) -> Iterator[Block]:
     if height == 128:
         yield from (Block(threads, 128, 128) for threads in (128, 256, 512))
         return
@@ -1233,14 +1235,16 @@ def _square_candidates(height: int) -> Iterator[Block]:
         yield Block(threads, *size)
 
 
-def _strip_rule(halves: int) -> Block:
+def _strip_rule(halves: int, itemsize: int) -> Block:
     if _launch.INTERPRETED:
         return _INTERPRETED
-    return Block(128, 16, 128) if halves == 1 else Block(128, 32, 64)
+    return Block(128, 16, max(256 // itemsize, 32)) if halves == 1 else Block(256, 8, 256)
 
 
-def _strip_candidates(halves: int) -> Iterator[Block]:
-    for threads, size in itertools.product((128, 256), ((16, 128), (32, 64), (32, 128))):
+def _strip_candidates(halves: int, itemsize: int) -> Iterator[Block]:
+    narrow, wide = ((16, 64), (16, 128), (32, 64)), ((8, 128), (8, 256), (16, 128))
+    sizes = narrow if halves == 1 else wide
+    for threads, size in itertools.product((128, 256), sizes):
         yield Block(threads, *size)
 
 
@@ -1250,7 +1254,9 @@ _CALCULATED_SQUARES = block_choice(
     "cast_squares_calculated", _PLANS, "height", _calculated_square_rule, _square_candidates
 )
 # Tiles below each other, which are cast along their rows alone and have column sums or halves.
-_STRIPS = block_choice("cast_strips", _PLANS, "halves", _strip_rule, _strip_candidates)
+_STRIPS = block_choice(
+    "cast_strips", _PLANS, "halves", _strip_rule, _strip_candidates, least_rows=8
+)
 
 
 def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]:
@@ -1346,7 +1352,7 @@ def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: boo
         UNIT=matrix.unit,
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=_STRIP_STAGES,
+        STAGES=_STRIP_STAGES[source.halves],
         DEPENDENT=has_dependent_launches(device),
     )
     return _Plan(launch, 1, rows, columns, 1, False)

@@ -105,8 +105,9 @@ def block_choice(
     name: str,
     plans: dict[Any, Any],
     kind: str,
-    usual: Callable[[int], Block],
-    candidates: Callable[[int], Iterable[Block]],
+    usual: Callable[[int, int], Block],
+    candidates: Callable[[int, int], Iterable[Block]],
+    least_rows: int = 16,
 ) -> Choice[Block]:
     """The choice of a block by a number defined by the family, and the item size.
 
@@ -114,15 +115,16 @@ def block_choice(
         name: the choice's name.
         plans: plans made with its answers.
         kind: the name of that number.
-        usual: the block for that number where nothing was measured.
-        candidates: the blocks that are tried for that number.
+        usual: the block for that number and the item size where nothing was measured.
+        candidates: the blocks that are tried for them.
+        least_rows: the fewest rows of a block that a file may ask for.
     """
     return Choice(
         name,
         Block,
         key=(kind, "itemsize"),
-        candidates=lambda number, itemsize: candidates(number),
-        heuristic=lambda device, number, itemsize: usual(number),
-        wrong=bounded(threads=(32, 1024), rows=(16, 256), columns=(32, 256)),
+        candidates=candidates,
+        heuristic=lambda device, number, itemsize: usual(number, itemsize),
+        wrong=bounded(threads=(32, 1024), rows=(least_rows, 256), columns=(32, 256)),
         plans=(plans,),
     )

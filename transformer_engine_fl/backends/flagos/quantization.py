@@ -323,7 +323,8 @@ class _Plan(NamedTuple):
 
 _PLANS: dict[object, _Plan] = {}
 
-_DEQUANTIZE = tile_choice("dequantize", _PLANS, Tile(128, 4096))
+_DEQUANTIZE = tile_choice("dequantize", _PLANS, Tile(128, 8192))
+_DEQUANTIZE_HALVES = tile_choice("dequantize_e2m1", _PLANS, Tile(128, 4096))
 _SWAP = tile_choice("swap_first_dims", _PLANS, Tile(128, 4096), in_bytes=True)
 _TURN = Choice(  # of a tile whose rows and columns are in bytes
     "fp8_transpose",
@@ -492,7 +493,8 @@ def dequantize(
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:
-        threads, elements = _DEQUANTIZE(data.device, output.element_size())
+        choice = _DEQUANTIZE if form.values_per_byte == 1 else _DEQUANTIZE_HALVES
+        threads, elements = choice(data.device, output.element_size())
         most = elements if rows == 1 else min(elements, _WIDEST_ROW)
         tile = max(width, min(block_of(columns), most))
         at_once = rows_of_tile(elements, tile)

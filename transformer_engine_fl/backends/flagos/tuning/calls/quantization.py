@@ -48,13 +48,17 @@ def _float8(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(normal(shape, torch.bfloat16, device, 1).to(dtype))
 
 
-def _dequantize(out_dtype: torch.dtype) -> Maker:
+def _dequantize(format: str, out_dtype: torch.dtype) -> Maker:
+    """The call on any codes, with scales of 1."""
+    form = FORMATS[format]
+
     def make(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
-        scale_shape = FORMATS["mxfp8"].scale_shape(*shape)
-        scales = torch.full(scale_shape, 127, dtype=torch.uint8, device=device)  # all 1
-        scale_inv = scales.view(torch.float8_e8m0fnu)
-        data = _float8(shape, dtype, device).args
-        return call(*data, scale_inv, format="mxfp8", out_dtype=out_dtype)
+        rows, columns = shape
+        data = _float8((rows, columns // form.values_per_byte), torch.float8_e4m3fn, device).args[0]
+        scales = torch.ones(form.scale_shape(rows, columns), device=device)
+        scale_inv = scales.to(getattr(torch, form.scale_dtype))
+        whole = torch.ones(1, device=device) if form.global_scale else None
+        return call(data.view(dtype), scale_inv, whole, format=format, out_dtype=out_dtype)
 
     return make
 
@@ -84,7 +88,7 @@ CALLS = (
     _calls("quantize", "cast_squares", _delayed_both_ways),
     *(
         _calls("quantize", "cast_squares", _cast(format=name, columnwise=True))
-        for name in ("nvfp4", "mxfp8", "block_128x128")
+        for name in ("nvfp4", "mxfp8", "block_1x128")
     ),
     *(
         _calls(
@@ -92,13 +96,17 @@ CALLS = (
             "cast_squares_calculated",
             _cast(_MAKERS["swiglu"], format=name, columnwise=True),
         )
-        for name in ("mxfp8", "block_128x128")
+        for name in ("nvfp4", "mxfp8", "block_1x128")
     ),
     _calls("bgrad_quantize", "cast_strips", _cast(format="mxfp8")),
     _calls("dswiglu_quantize", "cast_strips", _cast(_MAKERS["dswiglu"], format="mxfp8")),
     _calls("compute_amax", "amax", _plain),
     *(
-        _calls("dequantize", "dequantize", _dequantize(out_dtype), dtypes=_NARROW)
+        _calls("dequantize", choice, _dequantize(format, out_dtype), dtypes=dtypes)
+        for choice, format, dtypes in (
+            ("dequantize", "mxfp8", _NARROW),
+            ("dequantize_e2m1", "nvfp4", ("uint8",)),
+        )
         for out_dtype in (torch.bfloat16, torch.float32)
     ),
     _calls("fp8_transpose", "fp8_transpose", _float8, dtypes=_NARROW),
