@@ -111,6 +111,21 @@ def test_the_check_of_a_folder_looks_at_that_alone(te_fl, user, tmp_path):
     assert te_fl("tune", "--check", "--output", str(tmp_path / "mine")).code == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "meant"),
+    [("sm90", "sm_90"), ("SM-100a", "sm_100a"), ("GFX942", "gfx942"), ("ax_2", None)],
+)
+def test_the_check_reports_a_device_that_is_spelt_otherwise(te_fl, tmp_path, device, meant):
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD.replace("sm_90", device))
+    ran = te_fl("tune", "--check", "--output", str(path))
+    if meant is None:  # perhaps of a vendor that is not installed here
+        assert (ran.code, ran.out) == (0, f"good: {path}, entries: 1\n")
+    else:
+        told = f"device: {device!r} is no device's name; did you mean {meant!r}?"
+        assert (ran.code, ran.out) == (1, f"broken: {path}: {told}\n")
+
+
 def test_the_check_reports_a_folder_named_after_an_unknown_vendor(te_fl, user, tmp_path):
     mine = tmp_path / "mine"
     for path in (user / "nvidai" / "sm_90.yaml", mine / "nvidai" / "sm_90.yaml"):

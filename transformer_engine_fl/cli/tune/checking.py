@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -84,10 +85,30 @@ def _of_place(content: TuningFile, path: Path, roots: Sequence[Path]) -> Iterato
     if path.parent.parent in roots and path.parent not in roots and vendor not in lookup.VENDORS:
         hint = suggestion(vendor, lookup.VENDORS)
         yield f"{path}: its folder names the unknown vendor {vendor!r}{hint}"
-    if content.device is not None and path.stem not in (content.device, "default"):
+    meant = None if content.device is None else _respelt(content.device)
+    if meant is not None:
+        yield f"{path}: device: {content.device!r} is no device's name; did you mean {meant!r}?"
+    elif content.device is not None and path.stem not in (content.device, "default"):
         named_alike = lookup.vendor_of(path.stem)
         if named_alike is not None:
             yield f"{path}: its name says {path.stem!r}, but it is for {content.device!r}"
+
+
+def _respelt(device: str) -> str | None:
+    """The name that a device of a known vendor has, if ``device`` is spelt almost like it."""
+    if lookup.vendor_of(device) is not None:
+        return None
+    bare = _letters(device)
+    for pattern in (it for vendor in lookup.VENDORS.values() for it in vendor.devices):
+        stem, _, end = pattern.partition("*")
+        number = bare.removeprefix(_letters(stem))
+        if stem and not end and bare != number and re.fullmatch(r"\d+[a-z]?", number):
+            return stem + number
+    return None
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def _unread(path: Path) -> Iterator[str]:
