@@ -26,7 +26,7 @@ LOW, HALF, FULL, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.fl
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tiles, so that small tensors take every path; forget layouts before and after."""
     for name in optimizer.TILES:
-        monkeypatch.setitem(optimizer.TILES, name, Tiles(THREADS, TILE, CHUNK))
+        monkeypatch.setitem(optimizer.TILES, name, lambda itemsize: Tiles(THREADS, TILE, CHUNK))
     layouts = optimizer._operators._preparer.layouts
     layouts.clear()
     yield

@@ -45,6 +45,7 @@ __all__ = [
     "ListPreparer",
     "PreparedLists",
     "Tiles",
+    "whole_chunk",
 ]
 
 ALIGNMENT = 16
@@ -73,6 +74,16 @@ class Tiles(NamedTuple):
     threads: int
     tile: int
     chunk: int
+
+
+def whole_chunk(threads: int) -> Callable[[int], Tiles]:
+    """The cut by item size whose programs process all of their 8 KiB of a tensor at once."""
+
+    def cut(itemsize: int) -> Tiles:
+        elements = 8192 // itemsize
+        return Tiles(threads, elements, elements)
+
+    return cut
 
 
 class Demand(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from transformer_engine_fl.backends._lists import (
     ALIGNMENT,
@@ -11,6 +11,7 @@ from transformer_engine_fl.backends._lists import (
     Group,
     ListPreparer,
     Tiles,
+    whole_chunk,
 )
 from transformer_engine_fl.backends.flagos._arguments import is_block, plain
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
@@ -24,6 +25,7 @@ __all__ = [
     "Group",
     "Tiles",
     "tiles_choice",
+    "whole_chunk",
 ]
 
 LIST_PREPARER = ListPreparer(plain, numbers_on_device)
@@ -32,7 +34,11 @@ LAYOUTS = LIST_PREPARER.layouts
 
 
 def tiles_choice(
-    name: str, usual: Tiles, threads: Sequence[int], tiles: Sequence[int], counts: Sequence[int]
+    name: str,
+    usual: Callable[[int], Tiles],
+    threads: Sequence[int],
+    tiles: Sequence[int],
+    counts: Sequence[int],
 ) -> Choice[Tiles]:
     """The choice of how an operator cuts its lists.
 
@@ -40,7 +46,7 @@ def tiles_choice(
 
     Args:
         name: the choice's name.
-        usual: the value where nothing was measured.
+        usual: the value for an item size where nothing was measured.
         threads, tiles, counts: the candidates' threads, tiles, and tiles of a chunk.
     """
 
@@ -55,7 +61,7 @@ def tiles_choice(
         key=("elements", "itemsize"),
         rounded=("elements",),
         candidates=candidates,
-        heuristic=lambda device, elements, itemsize: usual,
+        heuristic=lambda device, elements, itemsize: usual(itemsize),
         wrong=_wrong_tiles,
         plans=(LAYOUTS,),
     )

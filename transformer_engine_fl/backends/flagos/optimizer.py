@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.flagos._lists import (
     Group,
     Tiles,
     tiles_choice,
+    whole_chunk,
 )
 from transformer_engine_fl.backends.flagos._narrow import LARGEST_FLOAT32
 from transformer_engine_fl.backends.flagos._narrow import rounded as _as
@@ -663,11 +664,11 @@ _THREADS, _TILE_SIZES, _COUNTS = (128, 256), (1024, 2048, 4096), (1, 2, 4, 8)
 _TILES = {
     name: tiles_choice(f"multi_tensor_{name}", usual, _THREADS, _TILE_SIZES, _COUNTS)
     for name, usual in {
-        "scale": Tiles(256, 2048, 2048),
-        "l2norm": Tiles(256, 4096, 16384),
-        "adam": Tiles(256, 2048, 2048),
-        "sgd": Tiles(256, 2048, 2048),
-        "compute_scale": Tiles(128, 1024, 4096),
+        "scale": whole_chunk(256),
+        "l2norm": lambda itemsize: Tiles(256, 4096, 16384),
+        "adam": whole_chunk(256),
+        "sgd": whole_chunk(256),
+        "compute_scale": lambda itemsize: Tiles(128, 1024, 4096),
     }.items()
 }
 _SEARCH = 512  # rows that a program searches at once

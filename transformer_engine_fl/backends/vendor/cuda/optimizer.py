@@ -14,7 +14,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends._lists import ALIGNMENT, Demand, Group, ListPreparer, Tiles
+from transformer_engine_fl.backends._lists import (
+    ALIGNMENT,
+    Demand,
+    Group,
+    ListPreparer,
+    Tiles,
+    whole_chunk,
+)
 from transformer_engine_fl.backends._optimizer import Cut, ListOperators
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
@@ -42,14 +49,14 @@ __all__ = [
     "multi_tensor_unscale_l2norm",
 ]
 
-TILES: Final = {
-    "scale": Tiles(256, 2048, 2048),
-    "l2norm": Tiles(256, 4096, 16384),
-    "adam": Tiles(128, 2048, 2048),
-    "sgd": Tiles(256, 2048, 2048),
-    "compute_scale": Tiles(128, 1024, 4096),
+TILES: Final[dict[str, Callable[[int], Tiles]]] = {
+    "scale": whole_chunk(256),
+    "l2norm": lambda itemsize: Tiles(256, 4096, 16384),
+    "adam": whole_chunk(128),
+    "sgd": whole_chunk(256),
+    "compute_scale": lambda itemsize: Tiles(128, 1024, 4096),
 }
-"""How lists are cut into chunks."""
+"""How lists are cut into chunks, by the item size of their widest tensor."""
 _MOST_DEPTH: Final = (8, 4)
 """Most elements, and vectors, that a thread has in flight: more do not fit into its registers."""
 NORM_THREADS: Final = 512
@@ -207,10 +214,11 @@ def representative_sources(
     ):
         norms = torch.float64 if x == double else full
         yield norms_source(norms, device)
-        for vec in (1, 16 // max(x.itemsize, y.itemsize)):
-            cut = TILES["scale"]
+        widest = max(x.itemsize, y.itemsize)
+        for vec in (1, 16 // widest):
+            cut = TILES["scale"](widest)
             yield source("scale", (flag, scale), 2, vec, cut, X=x, Y=y, ACC=acc)
-            cut = TILES["l2norm"]
+            cut = TILES["l2norm"](x.itemsize)
             yield source("squares", (scale, norms), 2, vec, cut, X=x, ACC=norms)
     on_device = (flag, full, torch.int64, double)
     for g, p, m, w, acc, form, mantissa, others in (
@@ -226,7 +234,8 @@ def representative_sources(
         fields = 4 + (w is not None) + 3 * (form == "fp8")
         for vec in (1, 16 // acc.itemsize):
             numbers = {"DECOUPLED": vec > 1, "SHORT": vec == 1, "MANTISSA": mantissa}
-            yield source("adam", others, fields, vec, TILES["adam"], **kinds, **numbers)
+            cut = TILES["adam"](acc.itemsize)
+            yield source("adam", others, fields, vec, cut, **kinds, **numbers)
     for g, p, b, c, acc in (
         (full, full, full, None, full),
         (low, full, full, low, full),
@@ -239,10 +248,11 @@ def representative_sources(
         ):
             kinds = {"G": g, "P": p, "B": b, "C": c, "ACC": acc, **options}
             vec = 16 // acc.itemsize if not options["FIRST"] else 1
-            yield source("sgd", (flag,), 3 + (c is not None), vec, TILES["sgd"], **kinds)
+            cut = TILES["sgd"](acc.itemsize)
+            yield source("sgd", (flag,), 3 + (c is not None), vec, cut, **kinds)
     for powers in (False, True):
-        yield source("float_scales", (flag,), 3, 1, TILES["compute_scale"], POWERS=powers)
-    yield source("e8m0_scales", (flag,), 2, 1, TILES["compute_scale"])
+        yield source("float_scales", (flag,), 3, 1, TILES["compute_scale"](4), POWERS=powers)
+    yield source("e8m0_scales", (flag,), 2, 1, TILES["compute_scale"](2))
 
 
 # ---------------------------------------------------------------------------- operators
@@ -251,7 +261,7 @@ _kernels: Plans[_launch.Kernel] = Plans()
 
 
 def _cut(name: str) -> Cut:
-    return lambda device, elements, itemsize: TILES[name]
+    return lambda device, elements, itemsize: TILES[name](itemsize)
 
 
 class _Operators(ListOperators):
