@@ -1017,8 +1017,10 @@ def _scale_groups(
 
 _ROW_TILE = Tile(128, 8192)  # cast along its rows alone
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# Tiles below each other: tiles of a program, and pipeline stages by the halves of a gradient.
-_STRIP_STEPS, _STRIP_STAGES = 16, {1: 5, 2: 3}
+# Tiles below each other: tiles of a program, and its pipeline stages. A program that does not also
+# load a gradient's second half has room for more, if its tiles have at most so many bytes.
+_STRIP_STEPS, _STRIP_STAGES = 16, 3
+_SMALL_STRIP, _SMALL_STRIP_STAGES = 4096, 5
 # With fewer programs per multiprocessor than this, each program gets fewer tiles.
 _STRIP_PROGRAMS = 4
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
@@ -1341,6 +1343,7 @@ def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: boo
     device = source.x.device
     threads, rows, columns = _STRIPS(device, source.halves, source.x.itemsize)
     columns = max(columns, recipe.width)
+    small = source.halves == 1 and rows * columns * source.x.itemsize <= _SMALL_STRIP
     launch = _launch.Launch(
         _cast_strips,
         device,
@@ -1352,7 +1355,7 @@ def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: boo
         UNIT=matrix.unit,
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=_STRIP_STAGES[source.halves],
+        STAGES=_SMALL_STRIP_STAGES if small else _STRIP_STAGES,
         DEPENDENT=has_dependent_launches(device),
     )
     return _Plan(launch, 1, rows, columns, 1, False)
