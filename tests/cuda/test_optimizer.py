@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import testing
-from transformer_engine_fl.backends._lists import Tiles
+from transformer_engine_fl.backends._lists import Demand, Tiles, _Layout, whole_chunk
 from transformer_engine_fl.backends.vendor.cuda import _numbers, optimizer
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
@@ -31,6 +31,26 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     layouts.clear()
     yield
     layouts.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "itemsize"),
+    [((LOW, LOW, FULL, FULL, FULL), 4), ((LOW, FULL), 4), ((LOW, LOW), 2), ((FULL, DOUBLE), 8)],
+)
+def test_chunks_are_cut_for_the_widest_tensor(
+    dtypes: tuple[torch.dtype, ...], itemsize: int
+) -> None:
+    asked: list[int] = []
+
+    def cut(device: torch.device, elements: int, size: int) -> Tiles:
+        asked.append(size)
+        return whole_chunk(THREADS)(size)
+
+    demand = Demand(tuple("abcde"[: len(dtypes)]), cut)
+    lists = [[torch.zeros(9000, dtype=dtype)] for dtype in dtypes]
+    layout = _Layout("multi_tensor_adam", demand, lists, optimizer.numbers_on_device)
+    assert asked == [itemsize]
+    assert layout.chunk_starts == [0, -(-9000 * itemsize // 8192)]
 
 
 def normal(

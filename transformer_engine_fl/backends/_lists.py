@@ -92,7 +92,7 @@ class Demand(NamedTuple):
     Attributes:
         names: its list arguments, in the order of the addresses in a table.
         cut: chooses the cut from the device, the total elements of the first list and the item
-            size of its widest tensor.
+            size of the widest tensor of all lists but the ``numbers``.
         numbers: how many of the lists, counted from the end, hold one number for each row. Tensors
             of all other lists have as many elements as those of the first.
         chunk_starts: whether a row's table entry ends with the index of its first chunk among all
@@ -149,12 +149,12 @@ class _Layout:
         self._tables: dict[object, _Tables] = {}  # by stream and addresses
         self._sizes = [it.numel() for it in first]
         self.device = first[0].device if first else None
+        self._dtyped = len(lists) - demand.numbers
         if self.device is not None:
-            itemsize = max(it.itemsize for it in first)
+            itemsize = max(it.itemsize for some in lists[: self._dtyped] for it in some)
             self._tiles = demand.cut(self.device, sum(self._sizes), itemsize)
         least = 1 if demand.numbers else 0  # without elements there are still numbers to write
         self._counts = [max(-(-size // self._tiles.chunk), least) for size in self._sizes]
-        self._dtyped = len(lists) - demand.numbers
         self._groups: dict[tuple[torch.dtype, ...], list[int]] = {}
         self.copied: set[int] = set()
         self.chunk_starts = [0]

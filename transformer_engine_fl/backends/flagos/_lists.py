@@ -42,7 +42,7 @@ def tiles_choice(
 ) -> Choice[Tiles]:
     """The choice of how an operator cuts its lists.
 
-    Its key: the total elements of the first list, and the item size of its widest tensor.
+    Its key: the total elements of the first list, and the item size of the widest tensor.
 
     Args:
         name: the choice's name.
