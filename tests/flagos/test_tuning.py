@@ -922,6 +922,7 @@ ROPE = {"tensors": 1, "interleaved": 0, "features": 32, "itemsize": 4}
         ("dropout_bwd", "6x40", "", {"itemsize": 4}),
         ("moe_permute_fwd", "6x40x4x2", "moe_spread", {"itemsize": 4}),
         ("bgrad_quantize", "32x64", "cast_strips", {"halves": 1, "itemsize": 4}),
+        ("dswiglu_quantize", "32x64", "cast_strips", {"halves": 2, "itemsize": 4}),
         ("compute_amax", "32x64", "amax", {"itemsize": 4}),
         ("swap_first_dims", "6x2x40", "", {"itemsize": 4}),
         ("fused_rope_forward", "6x1x2x20", "fused_rope", ROPE),

@@ -54,6 +54,7 @@ ALIGNMENT = 16
 MOST_LAYOUTS = 64
 MOST_TABLES = 8
 """Per layout: gradients may have other addresses in each step."""
+_WHOLE_CHUNK = 8192  # bytes of the widest tensor
 _MOST_CHUNKS = 2**31 - 2**14
 _PLAIN = frozenset(PLAIN)
 
@@ -77,10 +78,10 @@ class Tiles(NamedTuple):
 
 
 def whole_chunk(threads: int) -> Callable[[int], Tiles]:
-    """The cut by item size whose programs process all of their 8 KiB of a tensor at once."""
+    """The cut by item size whose programs process all of their chunk at once."""
 
     def cut(itemsize: int) -> Tiles:
-        elements = 8192 // itemsize
+        elements = _WHOLE_CHUNK // itemsize
         return Tiles(threads, elements, elements)
 
     return cut

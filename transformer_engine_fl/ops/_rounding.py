@@ -6,6 +6,7 @@ is calculated in float64 and then rounded to float32 gives the correctly rounded
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 from transformer_engine_fl.ops._formats import LARGEST
@@ -52,9 +53,7 @@ def float32(value: Tensor) -> Tensor:
 
 def single(number: float) -> float:
     """A number in the range of float32, rounded to it."""
-    import torch
-
-    return float32(torch.tensor(number, dtype=torch.float64, device="cpu")).item()
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -511,9 +511,12 @@ def _calls(dtype: str, device: str) -> Iterator[Call]:
     far, target = normal((2, 1501), kind, device, 61), torch.tensor([5, 700], device=device)
     far[range(2), target] = -5e4
     yield "smoothed almost entirely", far, target, {"label_smoothing": 0.999}
-    # Rows at multiples of 16 bytes, of which a slice of one also has a stride that is none.
+    # Rows at multiples of 16 bytes; a slice of one row keeps a stride that is no such multiple.
     spread = normal((8, 2, 1000 + 8 // kind.itemsize), kind, device, 61)[:, :1, :1000]
     yield "every other row", spread, _targets((8, 1), 1000, device), {}
+    # Rows of no single stride; a slice has one.
+    spread = normal((8, 3, 1000 + 8 // kind.itemsize), kind, device, 61)[:, :2, :1000]
+    yield "two rows of three", spread, _targets((8, 2), 1000, device), {}
 
 
 def _calls_with_extremes(dtype: str, device: str) -> Iterator[Call]:

@@ -51,6 +51,7 @@ from transformer_engine_fl.ops._rounding import (
     nearest,
     power_of_two,
     scale_of,
+    single,
     unpacked,
 )
 from transformer_engine_fl.ops._samples import layouts, normal
@@ -507,13 +508,8 @@ def _update_oracle(
     margin: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Computes with Python numbers, one scale after another."""
-    import struct
-
-    def rounded(value: float) -> float:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-
     kind = "float8_e4m3fn" if dtype is None else check.dtype_name(dtype)
-    largest = rounded(LARGEST[kind] * 2.0**-margin)
+    largest = single(LARGEST[kind] * 2.0**-margin)
     reduced = iter(amax_reduction_buffer.tolist())
     new_histories, new_scales = [], []
     for history, scale in zip(amax_histories, scales, strict=True):
@@ -528,9 +524,7 @@ def _update_oracle(
                 used = max((it for it in rolled if not math.isnan(it)), default=math.nan)
             if math.isfinite(used) and used > 0:
                 quotient = largest / used
-                factors[place] = (
-                    rounded(quotient) if quotient < LARGEST_FLOAT32 else LARGEST_FLOAT32
-                )
+                factors[place] = single(quotient) if quotient < LARGEST_FLOAT32 else LARGEST_FLOAT32
             columns[place] = [0.0, *rolled[1:]]
         new_histories.append(history.new_tensor(columns).double().t().reshape(history.shape))
         new_scales.append(scale.new_tensor(factors).double())

@@ -408,10 +408,10 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
 def _misaligned_rows(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
     """Samples of padded, in themselves dense rows whose stride is no multiple of 16 bytes.
 
-    One of rows along the dimension before the last, and one where that has a size of one, so that
-    a slice of one row does not show which of its strides was that of the rows.
+    One for each number of dimensions, and where the dimension before the last has a size of one:
+    rows of several dimensions may have no single stride, of which a slice of one shows nothing.
     """
-    found: dict[bool, Sample] = {}
+    found: dict[tuple[int, bool], Sample] = {}
     for sample in samples:
         value = by_name(contract, sample).get(contract.dispatch_on)
         if (
@@ -421,7 +421,7 @@ def _misaligned_rows(contract: Contract[..., Any], samples: list[Sample]) -> lis
             and value.stride(-2) > value.shape[-1]
             and value.stride(-2) * value.element_size() % 16 != 0
         ):
-            found.setdefault(value.shape[-2] == 1, sample)
+            found.setdefault((value.ndim, value.shape[-2] == 1), sample)
     return list(found.values())
 
 

@@ -1240,7 +1240,7 @@ def _square_candidates(height: int, itemsize: int) -> Iterator[Block]:
 def _strip_rule(halves: int, itemsize: int) -> Block:
     if _launch.INTERPRETED:
         return _INTERPRETED
-    return Block(128, 16, max(256 // itemsize, 32)) if halves == 1 else Block(256, 8, 256)
+    return Block(128, 16, 256 // itemsize) if halves == 1 else Block(256, 8, 256)
 
 
 def _strip_candidates(halves: int, itemsize: int) -> Iterator[Block]:

@@ -17,6 +17,7 @@ up to torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -594,19 +595,15 @@ def _lies_at(op: str, tensor: Tensor) -> int:
     return address // tensor.element_size() if address % tensor.element_size() == 0 else 1
 
 
-def _spacing(rows: Tensor, step: int) -> int:
-    """What divides the distances of rows ``step`` apart, also in the tensor they are cut from.
+def _alignment(op: str, input: Tensor) -> int:
+    """The elements at multiples of which rows lie, also those of a tensor that this is a slice of.
 
-    A slice keeps the strides of dimensions of which it has one element. The order of sums depends
-    on the alignment of rows, and so must not depend on how many of them a call has.
+    The order of sums depends on it, and so it must not depend on how many rows a call has. A slice
+    keeps all strides of its tensor, those of dimensions of which it has one element too.
     """
-    columns = rows.shape[-1]
-    strides = [
-        stride
-        for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True)
-        if size == 1 and stride >= columns
-    ]
-    return math.gcd(step, *strides)
+    columns = input.shape[-1]
+    strides = [stride for stride in input.stride()[:-1] if stride >= columns]
+    return math.gcd(_lies_at(op, input), *strides)
 
 
 def _forward_plan(
@@ -682,13 +679,17 @@ def _run_forward(
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     start: int,
     options: Options,
+    alignment: int = 0,
 ) -> None:
-    """Write (statistics, None, None) or (None, loss, lse) for rows with stride ``step``."""
+    """Write (statistics, None, None) or (None, loss, lse) for rows with stride ``step``.
+
+    ``alignment`` is that of the tensor given by the caller, of which ``logits`` may be a copy.
+    """
     columns, rows = logits.shape[-1], target.numel()
     check_size(op, "columns", columns)
     check_size(op, "rows", rows)
     widest = ALIGNMENT // logits.element_size()
-    vec = math.gcd(_spacing(logits, step), _lies_at(op, logits), widest)
+    vec = math.gcd(step, _lies_at(op, logits), alignment, widest)
     summed = outputs[0] is not None or bool(options.smoothing)
     capped = options.softcap is not None
     dtypes = (logits.dtype, None if bias is None else bias.dtype, outputs[0] is None)
@@ -802,7 +803,8 @@ def cross_entropy_fwd(
     loss, lse = (fresh(op, input, shape, dtype) for _ in range(2))
     if target.numel():
         logits, step = by_rows(input)
-        _run_forward(op, logits, step, None, vector_of(target), (None, loss, lse), 0, options)
+        outputs, aligned = (None, loss, lse), _alignment(op, input)
+        _run_forward(op, logits, step, None, vector_of(target), outputs, 0, options, aligned)
     return loss, lse
 
 
@@ -826,8 +828,8 @@ def cross_entropy_partial_fwd(
     stats = fresh(op, input, (*target.shape, 4), math_dtype(input.dtype))
     if target.numel():
         logits, step = by_rows(input)
-        outputs = (stats, None, None)
-        _run_forward(op, logits, step, None, vector_of(target), outputs, vocab_start, options)
+        outputs, words, aligned = (stats, None, None), vector_of(target), _alignment(op, input)
+        _run_forward(op, logits, step, None, words, outputs, vocab_start, options, aligned)
     return stats
 
 
@@ -937,7 +939,8 @@ def cross_entropy_fwd_bwd(
         return loss, lse, grad_input
     logits, step = by_rows(input)
     rows = _linear.rows_of(op, target, grad_loss, lse, None)
-    kernels = (_run_forward, _run_backward, run_with_losses)
+    forward = functools.partial(_run_forward, alignment=_alignment(op, input))
+    kernels = (forward, _run_backward, run_with_losses)
     run_both(*kernels, op, logits, step, None, rows, loss, grad_input, logits.shape[-1], options)
     return loss, lse, grad_input
 

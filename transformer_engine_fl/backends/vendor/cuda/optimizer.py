@@ -57,8 +57,8 @@ TILES: Final[dict[str, Callable[[int], Tiles]]] = {
     "compute_scale": lambda itemsize: Tiles(128, 1024, 4096),
 }
 """How lists are cut into chunks, by the item size of their widest tensor."""
-_MOST_DEPTH: Final = (8, 4)
-"""Most elements, and vectors, that a thread has in flight: more do not fit into its registers."""
+_MOST_VECTORS, _MOST_ELEMENTS = 4, 8
+"""Of a tensor, in flight in a thread; elements where vectors have one. More need more registers."""
 NORM_THREADS: Final = 512
 """Threads of the block that adds up the partial sums of a norm."""
 
@@ -177,11 +177,12 @@ def source(
         tiles: how the lists are cut.
         constants: the constants that ``ListOperators`` passes for the call.
     """
+    most = _MOST_ELEMENTS if vec == 1 else _MOST_VECTORS
     defines = {
         **_DEFINES[name](others, **constants),
         "FIELDS": fields,
         "VEC": vec,
-        "DEPTH": max(1, min(tiles.tile // (tiles.threads * vec), _MOST_DEPTH[vec > 1])),
+        "DEPTH": max(1, min(tiles.tile // (tiles.threads * vec), most)),
         "LANES": tiles.threads,
         "CHUNK": tiles.chunk,
     }
