@@ -11,6 +11,13 @@ from torch import Tensor
 from workloads.workload import Random, Sample, Shape, Workload, call, reference
 
 _SIZES: tuple[Shape, ...] = ((8192, 8192, 8192), (8192, 14336, 4096), (4096, 4096, 4096))
+# As in inference: of few tokens, which are bound by memory, and of as many as one prompt has.
+_FEW: tuple[Shape, ...] = (
+    (16, 14336, 4096),
+    (64, 4096, 14336),
+    (256, 4096, 4096),
+    (768, 8192, 8192),
+)
 
 
 def _plain(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
@@ -117,10 +124,10 @@ def _groups(variant: str, *shapes: Shape, stacked: bool) -> Workload:
 
 
 WORKLOADS = (
-    _workload("", _plain),
+    _workload("", _plain, shapes=_SIZES + _FEW),
     _workload("bias", _bias()),
     _workload("bias gelu", _bias(gelu=True)),
-    _workload("float8", _float8, roof="scaled_mm"),
+    _workload("float8", _float8, roof="scaled_mm", shapes=_SIZES + _FEW),
     _workload("mxfp8", _mxfp8, roof="scaled_mm", shapes=_SIZES[:1], standard=False),
     _workload("dgrad", _dgrad, shapes=((8192, 4096, 14336),)),
     _workload("wgrad, accumulated in float32", _wgrad, shapes=((14336, 4096, 8192),)),

@@ -145,6 +145,9 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
                 "tensors": [name for name, kind in signature.items() if kind[0] == "*"],
                 # elements of a vector, where the kernel itself lays out vectors
                 "vector": constants.get((names.index("VEC"),)) if "VEC" in names else None,
+                "tile": [
+                    constants.get((names.index(it),)) for it in ("ROWS", "COLUMNS") if it in names
+                ],
                 # elements that are contiguous in each of a row's tensors
                 "run": constants[(names.index("RUN"),)] if aligned else None,
                 "binary": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]),

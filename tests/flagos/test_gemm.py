@@ -428,27 +428,96 @@ def hopper_and_portable(
     return run(True), run(False)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["plain", "bias and gelu", "accumulated", "dgrad", "both turned"])
-@pytest.mark.parametrize("sizes", [(4096, 4096, 1088), (2111, 4104, 1064), (4096, 4096, 32)])
-def test_hopper_s_products_have_the_bits_of_the_others(
-    sizes: tuple[int, int, int], kind: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+KINDS = ("plain", "bias and gelu", "accumulated", "dgrad", "both turned")
+
+
+def call_of(
+    kind: str, sizes: tuple[int, int, int], device: str
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """A, B and the options of a product of one of ``KINDS``."""
     turned = {
         "dgrad": {"transa": False},
         "accumulated": {"transa": False, "transb": True},
         "both turned": {"transb": True},
     }
-    options: dict[str, Any] = turned.get(kind, {})
+    options: dict[str, Any] = dict(turned.get(kind, {}))
     if options.get("transb"):
-        sizes = (sizes[0] // 8 * 8, *sizes[1:])
+        sizes = (-(-sizes[0] // 8) * 8, *sizes[1:])
     A, B = operands("bfloat16", device, sizes=sizes, **options)
     if kind == "bias and gelu":
         options |= {"bias": torch.randn(sizes[1], device=device), "gelu": True}
     if kind == "accumulated":
         options |= {"accumulate_into": torch.randn(*sizes[:2], device=device), "alpha": 0.5}
+    return A, B, options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(4096, 4096, 1088), (2111, 4104, 1064), (4096, 4096, 32)])
+def test_hopper_s_products_have_the_bits_of_the_others(
+    sizes: tuple[int, int, int], kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B, options = call_of(kind, sizes, device)
     one, other = hopper_and_portable("generic_gemm", monkeypatch, A, B, **options)
     assert all(map(torch.equal, one, other))
+
+
+def check_every_tile(kind: str, A: Tensor, B: Tensor, **options: Any) -> None:
+    """Each listed tile gives the same bits, for one product and for three groups of its rows."""
+    check("generic_gemm", A, B, **options)
+    grouped = not options.get("transb") and "accumulate_into" not in options
+    rows = [B.shape[0] - B.shape[0] // 3, 0, B.shape[0] // 3]
+    lists = {name: [it] * 3 for name, it in options.items() if isinstance(it, Tensor)}
+    lists |= {name: [it] for name, it in options.items() if name == "B_scale_inv"}
+
+    def results() -> list[Tensor]:
+        copies = clone(options)
+        found = list(flagos.generic_gemm(A, B, **copies))
+        found += tensors(copies.get("accumulate_into"))
+        if grouped:
+            found += flagos.te_general_grouped_gemm([A] * 3, [B], rows, **(copies | lists))
+        return [it for it in found if it is not None]
+
+    by_rule = results()
+    for tile in flagos._TILES[kind]:
+        with flagos._CHOICES[kind].trial(tile):
+            assert all(map(torch.equal, results(), by_rule)), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 65, 200])
+def test_every_tile_gives_the_same_bits(rows: int, kind: str, device: str) -> None:
+    A, B, options = call_of(kind, (rows, 520, 1088), device)
+    check_every_tile("half", A, B, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("a_kind", "b_kind"), [("whole", "whole"), ("squares", "rows")])
+@pytest.mark.parametrize("rows", [1, 65, 200])
+def test_every_tile_of_float8_gives_the_same_bits(
+    rows: int, a_kind: str, b_kind: str, device: str
+) -> None:
+    A, B = operands("float8_e4m3fn", device, sizes=(rows, 520, 1168))
+    scales = {"A_scale_inv": scale_of(A, a_kind), "B_scale_inv": scale_of(B, b_kind)}
+    check_every_tile("float8" if a_kind == "whole" else "float8 steps", A, B, **scales)
+
+
+def test_few_tiles_may_each_fill_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    offered = _launch.Limits(132, 227 << 10, 32, 1 << 16, 80)
+    monkeypatch.setattr(_launch, "limits", lambda _: offered)
+
+    def chosen(rows: int, columns: int) -> flagos._Tile:
+        sizes = ("half", (rows,), columns, 2, 2, True, 0)
+        return flagos._chosen(*sizes, torch.device("cpu"))
+
+    for columns, width in ((1024, 32), (132 * 32, 32), (132 * 32 + 1, 64), (132 * 128, 128)):
+        tile = chosen(64, columns)
+        assert (tile.columns, tile.alone) == (width, True)
+        assert tile.stages * tile.steps > 6
+    for rows, columns in ((64, 132 * 128 + 1), (4096, 4096)):
+        assert not chosen(rows, columns).alone
 
 
 @pytest.mark.gpu

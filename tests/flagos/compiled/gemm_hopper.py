@@ -25,13 +25,21 @@ def launch() -> None:
         {"accumulate_into": total.bfloat16()},
     ):
         flagos.generic_gemm(matrix, matrix, **options)  # type: ignore[arg-type]
+    # Fewer rows, which take other tiles.
+    flagos.generic_gemm(matrix, matrix[:768], bias=bias, gelu=True)
+    flagos.generic_gemm(matrix, matrix[:512])
+    flagos.generic_gemm(matrix, matrix[:512], accumulate_into=total[:512])
     flagos.te_general_grouped_gemm([matrix] * 4, [matrix], splits, bias=[bias] * 4, gelu=True)
     totals = [torch.empty_like(total) for _ in splits]
     flagos.te_general_grouped_gemm([matrix], [matrix], splits, accumulate_into=totals, **wgrad)
     narrow = matrix.to(torch.float8_e4m3fn)
-    one, squares, rows = torch.empty(1), torch.empty(32, 32), torch.empty(4096, 32)
-    for a_scale, b_scale in ((one, one), (squares, rows), (squares, squares)):
-        flagos.generic_gemm(narrow, narrow, A_scale_inv=a_scale, B_scale_inv=b_scale)
+    one, squares = torch.empty(1), torch.empty(32, 32)
+    for a_scale, height in ((one, 0), (squares, 1), (squares, 128)):
+        for rows in (4096, 768, 512, 256):
+            b_scale = torch.empty(rows // height, 32) if height else one
+            given = narrow[:rows]
+            flagos.generic_gemm(narrow, given, A_scale_inv=a_scale, B_scale_inv=b_scale)
+        b_scale = torch.empty(4096 // height, 32) if height else one
         flagos.te_general_grouped_gemm(
             [narrow] * 4, [narrow], splits, A_scale_inv=[a_scale] * 4, B_scale_inv=[b_scale]
         )
@@ -43,5 +51,8 @@ def check(cases: list[dict[str, Any]]) -> None:
     assert {case["kernel"] for case in products} == {"product", "grouped_product"}
     for case in products:
         assert case["products"] > 0, case
-    # One case accumulates in float32 without a bias: 2 warpgroups store 4 quarters of a tile each.
-    assert sorted(case["bulk stores"] for case in products if case["bulk stores"]) == [2 * 4]
+    assert {(*case["tile"],) for case in products} == {
+        (it.rows, it.columns) for tiles in flagos._TILES.values() for it in tiles if it.specialize
+    }
+    # Two accumulate in float32 without a bias: 2 warpgroups store 4 quarters of a tile each.
+    assert [case["bulk stores"] for case in products if case["bulk stores"]] == [2 * 4] * 2

@@ -32,12 +32,7 @@ from transformer_engine_fl.backends.flagos._products_hopper import (
     _sum,
     _sum_layout,
 )
-from transformer_engine_fl.backends.flagos.gemm import (
-    _LOADING,
-    _MULTIPLYING,
-    _SPECIALIZED_REGISTERS,
-    _describable,
-)
+from transformer_engine_fl.backends.flagos.gemm import REGISTERS, _describable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,7 +189,7 @@ def _linear_logits(
 COLUMNS = 256
 """Words of a tile; each block of them counts as one shard in a forward's statistics."""
 _TILE = {"SUPER": 16, "ROWS": 128, "COLUMNS": COLUMNS, "TERMS": 64, "STAGES": 4}
-_WARPS = {"MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
+_REGISTERS, _MULTIPLYING, _LOADING = REGISTERS[2]
 _WORTH = 2**30  # least number of multiplications
 
 
@@ -230,12 +225,13 @@ def _run(
         device,
         (input.dtype, None if bias is None else bias.dtype, rows is None, out.dtype),
         threads=128,
-        options={"maxnreg": _SPECIALIZED_REGISTERS},
+        options={"maxnreg": _REGISTERS},
         BACKWARD=rows is not None,
         UNIT=unit,
         UNIT_N=unit_n,
         **_TILE,
-        **_WARPS,
+        MULTIPLYING=_MULTIPLYING,
+        LOADING=_LOADING,
     )
     launch(
         (min(tiles, _launch.limits(device).multiprocessors), 1),

@@ -1,8 +1,8 @@
 """Large matrix products on Hopper: warp-specialised kernels.
 
-One warp issues the loads of the operands' tiles by the tensor memory accelerator (TMA); two warp
-groups multiply them. Each of the two has half of a tile's rows and its own progress, so that one of
-them adds float8's sums, or finishes a tile, while the other keeps the tensor cores busy. Triton's
+One warp issues the loads of the operands' tiles by the tensor memory accelerator (TMA); two or
+three warp groups multiply them. Each has 64 of a tile's rows and its own progress, so that one of
+them adds float8's sums, or finishes a tile, while the others keep the tensor cores busy. Triton's
 own pipelining gives all warps the same work, so these kernels are written in Gluon, which can
 specialise warps.
 
@@ -36,6 +36,7 @@ from transformer_engine_fl.backends.flagos.activation import _value_and_slope
 __all__ = ["grouped_product", "product"]
 
 _VECTOR = 16  # bytes that a thread stores at a time
+_HEIGHT = gl.constexpr(64)  # rows of a tile that one warp group multiplies
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -94,12 +95,11 @@ def _copy(
     term: gl.tensor,
     ready: gl.tensor,
     shared: gl.tensor,
+    there: gl.tensor,
     K_MAJOR: gl.constexpr,
 ) -> None:
-    if K_MAJOR:
-        tma.async_copy_global_to_shared(described, [start, term], ready, shared)
-    else:
-        tma.async_copy_global_to_shared(described, [term, start], ready, shared)
+    at = (start, term) if K_MAJOR else (term, start)
+    tma.async_copy_global_to_shared(described, at, ready, shared, pred=there)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -118,26 +118,39 @@ def _group_of(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_terms(
-    a: gl.tensor, b: gl.tensor, row: gl.tensor, column: gl.tensor, k: gl.tensor, done: gl.tensor,
+    a: gl.tensor, b: gl.tensor, row: gl.tensor, column: gl.tensor, m: gl.tensor, k: gl.tensor,
+    done: gl.tensor,
     a_shared: gl.tensor, b_shared: gl.tensor, ready: gl.tensor, free: gl.tensor,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Issue the loads of one tile's operands; returns the number of steps issued so far."""
-    HEIGHT: gl.constexpr = ROWS // 2
+    """Issue the loads of one tile's operands; returns the number of steps issued so far.
+
+    Nothing is loaded for a warp group whose rows are all below D: a TMA load beyond a tensor's end
+    moves no data, but takes longer than others. What is in shared memory instead has no effect on
+    other rows.
+    """
+    WARP_GROUPS: gl.constexpr = ROWS // _HEIGHT
     WIDTH: gl.constexpr = COLUMNS // PARTS
-    BYTES: gl.constexpr = (ROWS + COLUMNS) * TERMS * (a.dtype.primitive_bitwidth // 8)
+    BYTES_OF_TERM: gl.constexpr = TERMS * (a.dtype.primitive_bitwidth // 8)
+    LEAST: gl.constexpr = _HEIGHT + COLUMNS
+    left = m - row
     for step in range(gl.cdiv(k, TERMS)):
         stage = done % STAGES
         barrier = ready.index(stage)
         mbarrier.wait(free.index(stage), (done // STAGES & 1) ^ 1)
-        mbarrier.expect(barrier, BYTES)
-        for half in gl.static_range(2):
-            it = b_shared.index(stage * 2 + half)
-            _copy(b, row + half * HEIGHT, step * TERMS, barrier, it, B_K_MAJOR)
+        for which in gl.static_range(WARP_GROUPS):
+            last = left > which * _HEIGHT
+            if which + 1 < WARP_GROUPS:
+                last = last & (left <= (which + 1) * _HEIGHT)
+            mbarrier.expect(barrier, (which * _HEIGHT + LEAST) * BYTES_OF_TERM, pred=last)
+        for which in gl.static_range(WARP_GROUPS):
+            it = b_shared.index(stage * WARP_GROUPS + which)
+            start = row + which * _HEIGHT
+            _copy(b, start, step * TERMS, barrier, it, left > which * _HEIGHT, B_K_MAJOR)
         for part in gl.static_range(PARTS):
             it = a_shared.index(stage * PARTS + part)
-            _copy(a, column + part * WIDTH, step * TERMS, barrier, it, A_K_MAJOR)
+            _copy(a, column + part * WIDTH, step * TERMS, barrier, it, True, A_K_MAJOR)
         done += 1
     return done
 
@@ -207,10 +220,10 @@ def _load_group(
     )
     some = gl.maximum(k, 1)  # a descriptor must not be empty; nothing is read by it
     a = _described(a_start, n, some, a_stride, A_K_MAJOR, COLUMNS // PARTS, TERMS)
-    b = _described(b_start, m, some, b_stride, B_K_MAJOR, ROWS // 2, TERMS)
+    b = _described(b_start, m, some, b_stride, B_K_MAJOR, _HEIGHT, TERMS)
     row, column = _place(tile - first, gl.cdiv(m, ROWS), gl.cdiv(n, COLUMNS), SUPER)
     return _load_terms(
-        a, b, row * ROWS, column * COLUMNS, k, done, a_shared, b_shared, ready, free,
+        a, b, row * ROWS, column * COLUMNS, m, k, done, a_shared, b_shared, ready, free,
         A_K_MAJOR, B_K_MAJOR, ROWS, COLUMNS, TERMS, PARTS, STAGES,
     )  # fmt: skip
 
@@ -235,7 +248,7 @@ def _load_all(
         for tile in range(gl.program_id(0), tiles, programs):
             row, column = _place(tile, down, across, SUPER)
             done = _load_terms(
-                a, b, row * ROWS, column * COLUMNS, k, done, a_shared, b_shared, ready, free,
+                a, b, row * ROWS, column * COLUMNS, m, k, done, a_shared, b_shared, ready, free,
                 A_K_MAJOR, B_K_MAJOR, ROWS, COLUMNS, TERMS, PARTS, STAGES,
             )  # fmt: skip
             if d_described is not None:
@@ -280,13 +293,14 @@ def _sum(
     WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Half a tile of sums, accumulated in the tensor cores, and the count of steps so far."""
+    """A warp group's sums, accumulated in the tensor cores, and the count of steps so far."""
     a_shared, b_shared, ready, free = shared
-    total = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
+    WARP_GROUPS: gl.constexpr = b_shared.shape[0] // STAGES
+    total = gl.zeros((_HEIGHT, COLUMNS), gl.float32, LAYOUT)
     for step in range(gl.cdiv(k, TERMS)):
         stage = done % STAGES
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
-        b = _tile_of(b_shared, stage * 2 + WHICH, B_K_MAJOR)
+        b = _tile_of(b_shared, stage * WARP_GROUPS + WHICH, B_K_MAJOR)
         a = _tile_of(a_shared, stage, A_K_MAJOR).permute((1, 0))
         total = warpgroup_mma(b, a, total, is_async=True)
         total = warpgroup_mma_wait(1, deps=(total,))
@@ -326,8 +340,9 @@ def _sum_of_steps(
     The sum of a step takes registers for only one part at a time. A part has one scale of a.
     """
     a_shared, b_shared, ready, free = shared
+    WARP_GROUPS: gl.constexpr = b_shared.shape[0] // STAGES
     a_scale, a_down, a_along, b_scale, b_first, b_down, b_along = scales
-    left = gl.zeros((64, COLUMNS // PARTS), gl.float32, LAYOUT)
+    left = gl.zeros((_HEIGHT, COLUMNS // PARTS), gl.float32, LAYOUT)
     right = left
     # Beyond the last row or column any scale will do; positions are kept in few registers.
     if A_SCALES == "steps":
@@ -337,7 +352,8 @@ def _sum_of_steps(
         a_scale += block.to(gl.int64) * a_down
     if B_SCALES == "steps":
         start = b_first + gl.minimum(row, m - 1)
-        r = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), gl.maximum(m - 1 - row, 0))
+        r = gl.arange(0, _HEIGHT, gl.SliceLayout(1, LAYOUT))
+        r = gl.minimum(r, gl.maximum(m - 1 - row, 0))
         r = ((start % B_HEIGHT).to(gl.int32) + r) // B_HEIGHT * b_down.to(gl.int32)
         b_scale += start // B_HEIGHT * b_down
     for _ in range(gl.cdiv(k, TERMS)):
@@ -355,7 +371,7 @@ def _sum_of_steps(
                 of_right = gl.load(a_scale + next_scale)
             a_scale += a_along
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
-        b = b_shared.index(stage * 2 + WHICH)
+        b = b_shared.index(stage * WARP_GROUPS + WHICH)
         left = _scaled_sum(a_shared.index(stage * PARTS), b, of_left, of_rows, left)
         if PARTS == 2:
             right = _scaled_sum(a_shared.index(stage * 2 + 1), b, of_right, of_rows, right)
@@ -369,7 +385,7 @@ def _store(
     ptr: gl.tensor, z: gl.tensor, row: gl.tensor, column: gl.tensor,
     m: gl.tensor, n: gl.tensor, stride: gl.tensor, LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Store half a tile, by vectors."""
+    """Store a warp group's part of a tile, by vectors."""
     it = z.to(ptr.dtype.element_ty)
     # For float32, four threads already hold a whole sector side by side.
     wide: gl.constexpr = it.dtype.primitive_bitwidth == 32
@@ -453,7 +469,7 @@ def _multiply_all(
     PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
-    """The work of one of the two multiplying warp groups: half the rows of each tile."""
+    """The work of a multiplying warp group."""
     d_ptr, pre_ptr, bias_ptr, table_ptr, d_described = tensors
     tiles, m, n, k, d_stride, alpha, beta = numbers
     a_scale_ptr, a_down, a_along, b_scale_ptr, b_first, b_down, b_along = scales
@@ -494,7 +510,7 @@ def _multiply_all(
         if B_SCALES == "whole":
             factor *= gl.load(b_scale)
         row, column = _place(inside, gl.cdiv(m, ROWS), across, SUPER)
-        row = row * ROWS + WHICH * (ROWS // 2)
+        row = row * ROWS + WHICH * _HEIGHT
         column = column * COLUMNS
         if STEPWISE:
             z, right, done = _sum_of_steps(
@@ -531,6 +547,7 @@ def _ring(
 ) -> gl.tensor:  # fmt: skip
     """The operands' tiles in shared memory, and barriers for stages that are ready, or free."""
     WIDTH: gl.constexpr = COLUMNS // PARTS
+    WARP_GROUPS: gl.constexpr = ROWS // _HEIGHT
     a_shared = gl.allocate_shared_memory(
         DTYPE,
         _boxes(STAGES * PARTS, WIDTH, TERMS, A_K_MAJOR),
@@ -538,14 +555,14 @@ def _ring(
     )
     b_shared = gl.allocate_shared_memory(
         DTYPE,
-        _boxes(STAGES * 2, ROWS // 2, TERMS, B_K_MAJOR),
-        _shared_layout(ROWS // 2, TERMS, B_K_MAJOR, DTYPE),
+        _boxes(STAGES * WARP_GROUPS, _HEIGHT, TERMS, B_K_MAJOR),
+        _shared_layout(_HEIGHT, TERMS, B_K_MAJOR, DTYPE),
     )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=WARP_GROUPS)
     fence_async_shared()  # TMA must see the initialised barriers
     return a_shared, b_shared, ready, free
 
@@ -565,36 +582,54 @@ def _start(
     """Start the specialised warps. ``a`` and ``b`` are descriptors, or pointers if GROUPS > 0."""
     shared = _ring(A_K_MAJOR, B_K_MAJOR, PARTS, ROWS, COLUMNS, TERMS, STAGES, DTYPE)
     tiles, m, n, k, _, _, _ = numbers
-    gl.warp_specialize(
-        [
-            (
-                _multiply_all,
-                (
-                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT,
-                    B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M,
-                    UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                ),
-            ),
-            (
-                _multiply_all,
-                (
-                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT,
-                    B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M,
-                    UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                ),
-            ),
-            (
-                _load_all,
-                (
-                    (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR,
-                    B_K_MAJOR, UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES,
-                    GROUPS,
-                ),
-            ),
-        ],
-        [4, 1],
-        [MULTIPLYING, LOADING],
-    )  # fmt: skip
+    # Gluon wants these lists and tuples as they are: it cannot concatenate them.
+    if ROWS == 2 * _HEIGHT:
+        gl.warp_specialize(
+            [
+                (_multiply_all, (
+                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
+                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
+                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                )),
+                (_multiply_all, (
+                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
+                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
+                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                )),
+                (_load_all, (
+                    (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR,
+                    UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
+                )),
+            ],
+            [4, 1],
+            [MULTIPLYING, LOADING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_all, (
+                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
+                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
+                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                )),
+                (_multiply_all, (
+                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
+                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
+                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                )),
+                (_multiply_all, (
+                    tensors, numbers, scales, shared, 2, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
+                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
+                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                )),
+                (_load_all, (
+                    (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR,
+                    UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
+                )),
+            ],
+            [4, 4, 1],
+            [MULTIPLYING, MULTIPLYING, LOADING],
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS_OF_PRODUCT)  # type: ignore[untyped-decorator]
@@ -651,7 +686,7 @@ def product(
     n = n * UNIT_N
     k = k * UNIT_K
     a = _described(a_ptr, n, k, a_stride * UNIT, A_K_MAJOR, COLUMNS // PARTS, TERMS)
-    b = _described(b_ptr, m, k, b_stride * UNIT, B_K_MAJOR, ROWS // 2, TERMS)
+    b = _described(b_ptr, m, k, b_stride * UNIT, B_K_MAJOR, _HEIGHT, TERMS)
     d_stride = d_stride * UNIT_N
     tiles = gl.cdiv(m, ROWS) * gl.cdiv(n, COLUMNS)
     zero = gl.to_tensor(0).to(gl.int64)

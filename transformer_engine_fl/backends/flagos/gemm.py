@@ -5,8 +5,8 @@ nor dense columns, float8 operands whose terms are not along their rows (the ins
 that), and, for large products, operands that tensor descriptors cannot describe.
 
 The order of summation depends on the number of terms and on dtypes alone, not on the number of
-rows: every tile takes the same number of terms per step, and every tile is large enough for the
-same instructions.
+rows: every tile is large enough for the same instructions, and where the sum of a step is added in
+float32, every tile takes the same number of terms per step.
 """
 
 from __future__ import annotations
@@ -74,12 +74,16 @@ class _Tile(NamedTuple):
         flatten: merge the loops over tiles and terms, so that a tile's first operands are
             loaded while the previous tile is finished. With descriptors only.
         specialize: use the warp-specialised kernels of ``_products_hopper``. ``threads`` are
-            those of one multiplying warp group.
+            those of one multiplying warp group, which has 64 of the rows.
         resident: persistent programs per multiprocessor; each makes several tiles. 0: a
             program makes one tile.
         parts: least number of parts of a tile's columns that run the epilogue in turn.
         band: rows of tiles that are made together, so that columns are read from the cache.
         speed: throughput relative to the other listed tiles, if there are enough tiles.
+        alone: only for so few tiles that no multiprocessor makes two, as its stages fill the shared
+            memory; and, with descriptors, only for at least ``rows`` rows, since a TMA load that
+            is mostly beyond a tensor's end takes longer than others.
+        steps: steps of ``_TERMS`` that are loaded at a time.
     """
 
     rows: int
@@ -93,6 +97,8 @@ class _Tile(NamedTuple):
     parts: int = 1
     band: int = 8
     speed: float = 1.0
+    alone: bool = False
+    steps: int = 1
 
 
 _TERMS = {
@@ -104,8 +110,11 @@ _TERMS = {
     "float32 blocks": 32,
 }
 """Terms per step. A single number each, so that no row's result depends on other rows."""
+_ANY_STEPS = ("half",)
+"""Kinds whose sums do not depend on the number of terms per step."""
 
 _FEWEST_ROWS = 64  # with fewer, other instructions would sum in another order
+_ALONE = _Tile(64, 128, 128, 8, speed=0.62, alone=True)
 _SMALL = (
     _Tile(64, 128, 128, 4, described=False, speed=0.6),
     _Tile(64, 64, 128, 5, described=False, speed=0.45),
@@ -114,19 +123,33 @@ _SMALL = (
 _TILES: dict[str, tuple[_Tile, ...]] = {
     "half": (
         _Tile(128, 256, 128, 4, specialize=True, resident=1, band=16, speed=1.02),
+        _Tile(192, 128, 128, 5, specialize=True, resident=1, band=16, speed=0.9),
+        _Tile(128, 128, 128, 6, specialize=True, resident=1, band=16, speed=0.86),
         _Tile(128, 256, 256, 4, flatten=True, resident=1, parts=2, band=16),
         _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.85),
+        _ALONE,
+        _Tile(64, 64, 128, 6, described=False, speed=0.45, alone=True, steps=2),
+        _Tile(64, 32, 128, 8, described=False, speed=0.3, alone=True, steps=2),
         *_SMALL,
     ),
     "float8": (
         _Tile(128, 256, 128, 4, specialize=True, resident=1, parts=2),
+        _Tile(192, 128, 128, 5, specialize=True, resident=1, band=16, speed=1.03),
+        _Tile(128, 128, 128, 6, specialize=True, resident=1, speed=0.9),
+        _Tile(128, 64, 128, 8, specialize=True, resident=1, speed=0.65),
         _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.75),
+        _ALONE,
+        _Tile(64, 64, 128, 8, described=False, speed=0.45, alone=True),
+        _Tile(64, 32, 128, 12, described=False, speed=0.3, alone=True),
         *_SMALL,
     ),
     "float8 steps": (
-        _Tile(128, 128, 128, 6, specialize=True, resident=1, speed=1.2),
+        _Tile(128, 128, 128, 6, specialize=True, resident=1, speed=1.15),
+        _Tile(192, 128, 128, 5, specialize=True, resident=1, speed=1.22),
+        _Tile(128, 64, 128, 8, specialize=True, resident=1, speed=0.65),
         _Tile(256, 128, 512, 3, flatten=True, resident=1, parts=4),
         _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.85),
+        _ALONE,
         *_SMALL,
     ),
     "float32": (_Tile(128, 128, 256, 3), _Tile(64, 64, 128, 3, speed=0.6)),
@@ -139,8 +162,9 @@ _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, described=False),
 )
 _INTERPRETED_FEW = 12  # rows up to which the second tile is used
-_SPECIALIZED_REGISTERS = 168  # per thread at launch; then, by a warp's role:
-_MULTIPLYING, _LOADING = 232, 40
+REGISTERS = {2: (168, 232, 40), 3: (128, 152, 40)}
+"""Of a specialised kernel, by the number of its multiplying warp groups: registers of a thread at
+launch, and then of a thread that multiplies and of one that loads."""
 _FINISHED_BYTES = 32768  # of shared memory for the part of a tile in the epilogue
 _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: addresses take registers
 _FLOAT8_FROM = 89
@@ -161,16 +185,17 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
         rows=(_FEWEST_ROWS, 256),
         columns=(16, 256),
         threads=(64, 512),
-        stages=range(2, 9),
+        stages=range(2, 13),
         resident=range(3),
         parts=(1, 8),
         band=(1, 64),
+        steps=range(1, 3 if kind in _ANY_STEPS else 2),
     )
 
     def wrong(tile: _Tile) -> str | None:
-        if tile == _BY_ESTIMATE:
+        if tile == _BY_ESTIMATE or tile in specialized:
             return None
-        if tile.specialize and tile not in specialized:
+        if tile.specialize:
             return f"with specialize, valid tiles: {', '.join(map(str, specialized)) or 'none'}"
         return sizes(tile)
 
@@ -202,7 +227,8 @@ def _fitted(
     while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
         parts *= 2
     left = shared - OTHER_BYTES - finished // parts
-    stages = min(tile.stages, left // ((tile.rows + tile.columns) * _TERMS[kind] * itemsize))
+    each = (tile.rows + tile.columns) * _TERMS[kind] * tile.steps * itemsize
+    stages = min(tile.stages, left // each)
     return tile._replace(stages=stages, parts=parts) if stages > 1 else None
 
 
@@ -213,7 +239,7 @@ def _chosen(
     itemsize: int,
     epilogue_bytes: int,
     large: bool,
-    specialize: bool,
+    warp_groups: int,
     device: torch.device,
 ) -> _Tile:
     """The tile that was measured to be best, or else the best one by estimate.
@@ -221,7 +247,7 @@ def _chosen(
     Args:
         epilogue_bytes: bytes written and read in the epilogue for each element of D.
         large: whether large tiles are allowed.
-        specialize: whether ``specialize`` tiles are allowed.
+        warp_groups: most multiplying warp groups of a ``specialize`` tile; 0: none is allowed.
     """
     configured = _CHOICES[kind](device, sum(ms), n)
     if _launch.INTERPRETED:
@@ -233,10 +259,12 @@ def _chosen(
             tile = _fitted(it, kind, itemsize, epilogue_bytes, offered.shared_bytes)
             if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
                 continue
-            if tile.specialize and not specialize:
+            if tile.specialize and tile.rows // _FEWEST_ROWS > warp_groups:
                 continue
             tiles = sum([-(-m // tile.rows) for m in ms]) * -(-n // tile.columns)
             rounds = -(-tiles // offered.multiprocessors)
+            if tile.alone and (rounds > 1 or (tile.described and sum(ms) < tile.rows)):
+                continue
             cost = rounds * tile.rows * tile.columns / tile.speed
             if best is None or cost < best[0]:
                 best = cost, tile
@@ -493,11 +521,16 @@ def _kernel(
 
     unit_n = unit(n, *d_strides, of=8)
     large = described and able and unit_n > 1
-    specialize = large and _is_for_hopper(way, a, after, at_origin[0], device)
-    tile = _chosen(way.kind, ms, n, itemsize, epilogue_bytes, large, specialize, device)
+    d_described = d_described and able and not groups
+    adds_only = after.accumulate and not after.gelu and after.bias is None
+    staged = d_described and adds_only and after.d == torch.float32 and way.kind == "half"
+    warp_groups = 0
+    if large and _is_for_hopper(way, a, after, at_origin[0], device):
+        warp_groups = 2 if staged else 3
+    tile = _chosen(way.kind, ms, n, itemsize, epilogue_bytes, large, warp_groups, device)
     band = min(tile.band, _GROUPS_BAND) if groups and tile.specialize else tile.band
     described = described and able and tile.described
-    d_described = d_described and able and tile.described and not groups
+    d_described = d_described and tile.described
     units = (
         unit(*strides),
         1 if described or b.k_major else unit(*ms),
@@ -529,15 +562,14 @@ def _kernel(
         from transformer_engine_fl.backends.flagos import _products_hopper as hopper
 
         kernel = hopper.grouped_product if groups else hopper.product
-        options = {"maxnreg": _SPECIALIZED_REGISTERS}
+        registers, multiplying, loading = REGISTERS[tile.rows // _FEWEST_ROWS]
+        options = {"maxnreg": registers}
         variant_constants |= {
             "STAGES": tile.stages,
-            "MULTIPLYING": _MULTIPLYING,
-            "LOADING": _LOADING,
+            "MULTIPLYING": multiplying,
+            "LOADING": loading,
+            "STAGED": staged,
         }
-        adds = after.accumulate and after.d == torch.float32
-        only = not after.gelu and after.bias is None
-        variant_constants["STAGED"] = d_described and adds and only and way.kind == "half"
     launch = _launch.Launch(
         kernel,
         device,
@@ -568,7 +600,7 @@ def _kernel(
         PARTS=tile.parts,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        TERMS=_TERMS[way.kind],
+        TERMS=_TERMS[way.kind] * tile.steps,
         **variant_constants,
     )
     return add_to_cache(_KERNELS, key, _Kernel(launch, tile, *units))
