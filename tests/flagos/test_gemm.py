@@ -512,11 +512,21 @@ def test_few_tiles_may_each_fill_a_multiprocessor(monkeypatch: pytest.MonkeyPatc
         sizes = ("half", (rows,), columns, 2, 2, True, 0)
         return flagos._chosen(*sizes, torch.device("cpu"))
 
-    for columns, width in ((1024, 32), (132 * 32, 32), (132 * 32 + 1, 64), (132 * 128, 128)):
-        tile = chosen(64, columns)
-        assert (tile.columns, tile.alone) == (width, True)
-        assert tile.stages * tile.steps > 6
-    for rows, columns in ((64, 132 * 128 + 1), (4096, 4096)):
+    for rows, columns, width, together in (
+        (64, 1024, 32, 1),
+        (64, 132 * 32, 32, 1),
+        (64, 132 * 32 + 1, 64, 1),
+        (64, 132 * 64, 64, 1),
+        (64, 132 * 64 + 1, 64, 2),
+        (64, 132 * 128, 64, 2),
+        (128, 132 * 64, 128, 1),
+    ):
+        tile = chosen(rows, columns)
+        assert (tile.columns, tile.alone) == (width, together)
+        stage = (tile.rows + tile.columns) * 64 * tile.steps * 2
+        assert offered.shared_bytes * 3 // 4 < tile.stages * stage * together
+        assert tile.stages * stage * together <= offered.shared_bytes
+    for rows, columns in ((64, 132 * 128 + 1), (128, 132 * 64 + 1), (4096, 4096)):
         assert not chosen(rows, columns).alone
 
 

@@ -80,9 +80,9 @@ class _Tile(NamedTuple):
         parts: least number of parts of a tile's columns that run the epilogue in turn.
         band: rows of tiles that are made together, so that columns are read from the cache.
         speed: throughput relative to the other listed tiles, if there are enough tiles.
-        alone: only for so few tiles that no multiprocessor makes two, as its stages fill the shared
-            memory; and, with descriptors, only for at least ``rows`` rows, since a TMA load that
-            is mostly beyond a tensor's end takes longer than others.
+        alone: if not 0, only for so few tiles that no multiprocessor makes more than this many,
+            all at once: their stages fill its shared memory. With descriptors, only for more than
+            ``rows`` rows: a TMA load that is partly beyond a tensor's end takes longer than others.
         steps: steps of ``_TERMS`` that are loaded at a time.
     """
 
@@ -97,7 +97,7 @@ class _Tile(NamedTuple):
     parts: int = 1
     band: int = 8
     speed: float = 1.0
-    alone: bool = False
+    alone: int = 0
     steps: int = 1
 
 
@@ -114,7 +114,8 @@ _ANY_STEPS = ("half",)
 """Kinds whose sums do not depend on the number of terms per step."""
 
 _FEWEST_ROWS = 64  # with fewer, other instructions would sum in another order
-_ALONE = _Tile(64, 128, 128, 8, speed=0.62, alone=True)
+_ALONE = _Tile(64, 128, 128, 8, speed=0.62, alone=1)
+_IN_PAIRS = _Tile(64, 64, 128, 6, described=False, speed=0.61, alone=2)
 _SMALL = (
     _Tile(64, 128, 128, 4, described=False, speed=0.6),
     _Tile(64, 64, 128, 5, described=False, speed=0.45),
@@ -128,8 +129,9 @@ _TILES: dict[str, tuple[_Tile, ...]] = {
         _Tile(128, 256, 256, 4, flatten=True, resident=1, parts=2, band=16),
         _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.85),
         _ALONE,
-        _Tile(64, 64, 128, 6, described=False, speed=0.45, alone=True, steps=2),
-        _Tile(64, 32, 128, 8, described=False, speed=0.3, alone=True, steps=2),
+        _IN_PAIRS,
+        _Tile(64, 64, 128, 6, described=False, speed=0.45, alone=1, steps=2),
+        _Tile(64, 32, 128, 8, described=False, speed=0.3, alone=1, steps=2),
         *_SMALL,
     ),
     "float8": (
@@ -139,8 +141,9 @@ _TILES: dict[str, tuple[_Tile, ...]] = {
         _Tile(128, 64, 128, 8, specialize=True, resident=1, speed=0.65),
         _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.75),
         _ALONE,
-        _Tile(64, 64, 128, 8, described=False, speed=0.45, alone=True),
-        _Tile(64, 32, 128, 12, described=False, speed=0.3, alone=True),
+        _IN_PAIRS,
+        _Tile(64, 64, 128, 8, described=False, speed=0.45, alone=1),
+        _Tile(64, 32, 128, 12, described=False, speed=0.3, alone=1),
         *_SMALL,
     ),
     "float8 steps": (
@@ -189,6 +192,7 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
         resident=range(3),
         parts=(1, 8),
         band=(1, 64),
+        alone=range(3),
         steps=range(1, 3 if kind in _ANY_STEPS else 2),
     )
 
@@ -262,8 +266,8 @@ def _chosen(
             if tile.specialize and tile.rows // _FEWEST_ROWS > warp_groups:
                 continue
             tiles = sum([-(-m // tile.rows) for m in ms]) * -(-n // tile.columns)
-            rounds = -(-tiles // offered.multiprocessors)
-            if tile.alone and (rounds > 1 or (tile.described and sum(ms) < tile.rows)):
+            rounds = max(-(-tiles // offered.multiprocessors), tile.alone)
+            if tile.alone and (rounds > tile.alone or (tile.described and sum(ms) <= tile.rows)):
                 continue
             cost = rounds * tile.rows * tile.columns / tile.speed
             if best is None or cost < best[0]:
