@@ -159,7 +159,7 @@ def _load_terms(
 def _staged(
     a_shared: gl.tensor, stage: gl.tensor, ROWS: gl.constexpr, COLUMNS: gl.constexpr
 ) -> gl.tensor:
-    """A step's tile of a as two buffers, each a quarter of D's columns of half the rows."""
+    """A step's tile of a as two buffers, each for a quarter of D's columns of a warp group."""
     HEIGHT: gl.constexpr = ROWS // 2
     QUARTER: gl.constexpr = COLUMNS // 4
     layout: gl.constexpr = _shared_layout(HEIGHT, QUARTER, True, gl.float32)
@@ -582,54 +582,22 @@ def _start(
     """Start the specialised warps. ``a`` and ``b`` are descriptors, or pointers if GROUPS > 0."""
     shared = _ring(A_K_MAJOR, B_K_MAJOR, PARTS, ROWS, COLUMNS, TERMS, STAGES, DTYPE)
     tiles, m, n, k, _, _, _ = numbers
-    # Gluon wants these lists and tuples as they are: it cannot concatenate them.
-    if ROWS == 2 * _HEIGHT:
-        gl.warp_specialize(
-            [
-                (_multiply_all, (
-                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
-                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
-                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                )),
-                (_multiply_all, (
-                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
-                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
-                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                )),
-                (_load_all, (
-                    (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR,
-                    UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
-                )),
-            ],
-            [4, 1],
-            [MULTIPLYING, LOADING],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply_all, (
-                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
-                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
-                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                )),
-                (_multiply_all, (
-                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
-                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
-                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                )),
-                (_multiply_all, (
-                    tensors, numbers, scales, shared, 2, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
-                    B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K,
-                    SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
-                )),
-                (_load_all, (
-                    (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR,
-                    UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
-                )),
-            ],
-            [4, 4, 1],
-            [MULTIPLYING, MULTIPLYING, LOADING],
-        )  # fmt: skip
+    WARP_GROUPS: gl.constexpr = ROWS // _HEIGHT
+    gl.warp_specialize(
+        [
+            (_multiply_all, (
+                tensors, numbers, scales, shared, which, A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR,
+                B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N, UNIT_K, SUPER,
+                PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+            )) if which < WARP_GROUPS else (_load_all, (
+                (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR,
+                UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
+            ))
+            for which in ((0, 1, 2) if WARP_GROUPS == 2 else (0, 1, 2, 3))
+        ],
+        [4, 1] if WARP_GROUPS == 2 else [4, 4, 1],
+        [MULTIPLYING, LOADING] if WARP_GROUPS == 2 else [MULTIPLYING, MULTIPLYING, LOADING],
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS_OF_PRODUCT)  # type: ignore[untyped-decorator]
@@ -680,7 +648,8 @@ def product(
 ) -> None:
     """``product`` of ``_products``.
 
-    STAGED: D is float32, is added to sums of 16-bit terms, and can be loaded by TMA.
+    STAGED: D is float32, is added to sums of 16-bit terms, and can be loaded by TMA; there are two
+    warp groups, since a stage has no room for more.
     """
     m = m * UNIT_M
     n = n * UNIT_N
