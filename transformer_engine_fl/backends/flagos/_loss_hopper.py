@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._products import _place
 from transformer_engine_fl.backends.flagos._products_hopper import (
+    _HEIGHT,
     _described,
     _load_all,
     _ring,
@@ -105,10 +106,10 @@ def _multiply_logits(
     across = gl.cdiv(n, COLUMNS)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, block = _place(tile, down, across, SUPER)
-        row = row * ROWS + WHICH * (ROWS // 2)
+        row = row * ROWS + WHICH * _HEIGHT
         column = block * COLUMNS
         z, done = _sum(k, done, shared, WHICH, True, True, COLUMNS, TERMS, STAGES, LAYOUT)
-        r = row + gl.arange(0, ROWS // 2, gl.SliceLayout(1, LAYOUT))
+        r = row + gl.arange(0, _HEIGHT, gl.SliceLayout(1, LAYOUT))
         c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
         if bias_ptr is not None:
             z += gl.load(bias_ptr + c, mask=c < n, other=0.0).to(gl.float32)[None, :]
@@ -156,7 +157,7 @@ def _linear_logits(
     n = n * UNIT_N
     stride = stride * UNIT
     a = _described(a_ptr, n, k, a_stride * UNIT, True, COLUMNS, TERMS)
-    b = _described(b_ptr, m, k, b_stride * UNIT, True, ROWS // 2, TERMS)
+    b = _described(b_ptr, m, k, b_stride * UNIT, True, _HEIGHT, TERMS)
     tiles = gl.cdiv(m, ROWS) * gl.cdiv(n, COLUMNS)
     shared = _ring(True, True, 1, ROWS, COLUMNS, TERMS, STAGES, DTYPE)
     numbers = (tiles, m, n, k, start, stride)
@@ -189,7 +190,7 @@ def _linear_logits(
 COLUMNS = 256
 """Words of a tile; each block of them counts as one shard in a forward's statistics."""
 _TILE = {"SUPER": 16, "ROWS": 128, "COLUMNS": COLUMNS, "TERMS": 64, "STAGES": 4}
-_REGISTERS, _MULTIPLYING, _LOADING = REGISTERS[2]
+_REGISTERS = REGISTERS[2]
 _WORTH = 2**30  # least number of multiplications
 
 
@@ -225,13 +226,13 @@ def _run(
         device,
         (input.dtype, None if bias is None else bias.dtype, rows is None, out.dtype),
         threads=128,
-        options={"maxnreg": _REGISTERS},
+        options={"maxnreg": _REGISTERS.launch},
         BACKWARD=rows is not None,
         UNIT=unit,
         UNIT_N=unit_n,
         **_TILE,
-        MULTIPLYING=_MULTIPLYING,
-        LOADING=_LOADING,
+        MULTIPLYING=_REGISTERS.multiplying,
+        LOADING=_REGISTERS.loading,
     )
     launch(
         (min(tiles, _launch.limits(device).multiprocessors), 1),

@@ -156,34 +156,30 @@ def _load_terms(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _staged(
-    a_shared: gl.tensor, stage: gl.tensor, ROWS: gl.constexpr, COLUMNS: gl.constexpr
-) -> gl.tensor:
-    """A step's tile of a as two buffers, each for a quarter of D's columns of a warp group."""
-    HEIGHT: gl.constexpr = ROWS // 2
+def _staged(a_shared: gl.tensor, stage: gl.tensor, COLUMNS: gl.constexpr) -> gl.tensor:
+    """A step's tile of a as two buffers, each for a quarter of the columns of a warp group."""
     QUARTER: gl.constexpr = COLUMNS // 4
-    layout: gl.constexpr = _shared_layout(HEIGHT, QUARTER, True, gl.float32)
-    return a_shared.index(stage)._reinterpret(gl.float32, [2, HEIGHT, QUARTER], layout)
+    layout: gl.constexpr = _shared_layout(_HEIGHT, QUARTER, True, gl.float32)
+    return a_shared.index(stage)._reinterpret(gl.float32, [2, _HEIGHT, QUARTER], layout)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_staged(
     d: gl.tensor, row: gl.tensor, column: gl.tensor, done: gl.tensor,
     a_shared: gl.tensor, ready: gl.tensor, free: gl.tensor,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Issue the loads of a tile of D, as four steps after those of its operands."""
-    HEIGHT: gl.constexpr = ROWS // 2
     QUARTER: gl.constexpr = COLUMNS // 4
     for quarter in gl.static_range(4):
         stage = done % STAGES
         barrier = ready.index(stage)
         mbarrier.wait(free.index(stage), (done // STAGES & 1) ^ 1)
-        mbarrier.expect(barrier, ROWS * QUARTER * 4)
-        both = _staged(a_shared, stage, ROWS, COLUMNS)
-        for half in gl.static_range(2):
-            at = [row + half * HEIGHT, column + quarter * QUARTER]
-            tma.async_copy_global_to_shared(d, at, barrier, both.index(half))
+        mbarrier.expect(barrier, 2 * _HEIGHT * QUARTER * 4)
+        both = _staged(a_shared, stage, COLUMNS)
+        for which in gl.static_range(2):
+            at = [row + which * _HEIGHT, column + quarter * QUARTER]
+            tma.async_copy_global_to_shared(d, at, barrier, both.index(which))
         done += 1
     return done
 
@@ -254,7 +250,7 @@ def _load_all(
             if d_described is not None:
                 done = _load_staged(
                     d_described, row * ROWS, column * COLUMNS, done, a_shared, ready, free,
-                    ROWS, COLUMNS, STAGES,
+                    COLUMNS, STAGES,
                 )  # fmt: skip
     else:
         # Two sets of descriptors, so that there is no need to wait for the previous tile.
@@ -426,8 +422,7 @@ def _halves(z: gl.tensor, LAYOUT: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
 def _finish_staged(
     z: gl.tensor, row: gl.tensor, column: gl.tensor, d: gl.tensor,
     alpha: gl.tensor, beta: gl.tensor, done: gl.tensor, shared: gl.tensor,
-    WHICH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    WHICH: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Add sums to the tile of D that ``_load_staged`` loads, and store it from the same memory.
 
@@ -443,7 +438,7 @@ def _finish_staged(
     for quarter in gl.static_range(4):
         stage = done % STAGES
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
-        it = _staged(a_shared, stage, ROWS, COLUMNS).index(WHICH)
+        it = _staged(a_shared, stage, COLUMNS).index(WHICH)
         sums = quarters[quarter] * alpha
         sums += beta * it.load(QUARTER)
         it.store(sums)
@@ -526,7 +521,7 @@ def _multiply_all(
         if d_described is not None:
             done = _finish_staged(
                 z, row, column, d_described, factor, beta, done, shared,
-                WHICH, ROWS, COLUMNS, STAGES, DTYPE,
+                WHICH, COLUMNS, STAGES, DTYPE,
             )  # fmt: skip
         else:
             _finish(
@@ -663,7 +658,7 @@ def product(
         a, b,
         (
             d_ptr, pre_ptr, bias_ptr, None,
-            _described(d_ptr, m, n, d_stride, True, ROWS // 2, COLUMNS // 4) if STAGED else None,
+            _described(d_ptr, m, n, d_stride, True, _HEIGHT, COLUMNS // 4) if STAGED else None,
         ),
         (tiles, m, n, k, d_stride, alpha, beta),
         (

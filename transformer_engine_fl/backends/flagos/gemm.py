@@ -63,6 +63,9 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 # -------------------------------------------------------------------------------- tiles
 
 
+_WARP_GROUP_ROWS = 64
+
+
 class _Tile(NamedTuple):
     """A way to cut D into tiles.
 
@@ -80,9 +83,9 @@ class _Tile(NamedTuple):
         parts: least number of parts of a tile's columns that run the epilogue in turn.
         band: rows of tiles that are made together, so that columns are read from the cache.
         speed: throughput relative to the other listed tiles, if there are enough tiles.
-        alone: if not 0, only for so few tiles that no multiprocessor makes more than this many,
-            all at once: their stages fill its shared memory. With descriptors, only for more than
-            ``rows`` rows: a TMA load that is partly beyond a tensor's end takes longer than others.
+        alone: if not 0, only where each multiprocessor makes at most this many tiles, all at once,
+            and only if their stages fit into its shared memory. With descriptors, only for more
+            than ``rows`` rows: a TMA load that is mostly beyond a tensor's end takes longer.
         steps: steps of ``_TERMS`` that are loaded at a time.
     """
 
@@ -99,6 +102,11 @@ class _Tile(NamedTuple):
     speed: float = 1.0
     alone: int = 0
     steps: int = 1
+
+    @property
+    def warp_groups(self) -> int:
+        """The warp groups that multiply; 0 without ``specialize``."""
+        return self.rows // _WARP_GROUP_ROWS if self.specialize else 0
 
 
 _TERMS = {
@@ -165,9 +173,18 @@ _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, described=False),
 )
 _INTERPRETED_FEW = 12  # rows up to which the second tile is used
-REGISTERS = {2: (168, 232, 40), 3: (128, 152, 40)}
-"""Of a specialised kernel, by the number of its multiplying warp groups: registers of a thread at
-launch, and then of a thread that multiplies and of one that loads."""
+
+
+class Registers(NamedTuple):
+    """Registers of a thread of a specialised kernel: at launch, and then by what its warp does."""
+
+    launch: int
+    multiplying: int
+    loading: int
+
+
+REGISTERS = {2: Registers(168, 232, 40), 3: Registers(128, 152, 40)}
+"""By the number of multiplying warp groups."""
 _FINISHED_BYTES = 32768  # of shared memory for the part of a tile in the epilogue
 _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: addresses take registers
 _FLOAT8_FROM = 89
@@ -183,7 +200,8 @@ _BY_ESTIMATE = _Tile(0, 0, 0, 0)
 
 def _tile_choice(kind: str) -> Choice[_Tile]:
     """The choice of a tile by the size of D."""
-    specialized = {it for it in _TILES[kind] if it.specialize}
+    # The speed has no effect on a tile that is chosen.
+    specialized = {it._replace(speed=1.0) for it in _TILES[kind] if it.specialize}
     sizes = bounded(
         rows=(_FEWEST_ROWS, 256),
         columns=(16, 256),
@@ -197,7 +215,7 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
     )
 
     def wrong(tile: _Tile) -> str | None:
-        if tile == _BY_ESTIMATE or tile in specialized:
+        if tile == _BY_ESTIMATE or tile._replace(speed=1.0) in specialized:
             return None
         if tile.specialize:
             return f"with specialize, valid tiles: {', '.join(map(str, specialized)) or 'none'}"
@@ -220,6 +238,8 @@ def _fitted(
 ) -> _Tile | None:
     """The tile with fewer stages or more parts, to fit in shared memory; None if it cannot fit.
 
+    An ``alone`` tile keeps its stages.
+
     Args:
         itemsize: bytes of an element of the operands.
         epilogue_bytes: bytes written and read in the epilogue for each element of D.
@@ -232,6 +252,8 @@ def _fitted(
         parts *= 2
     left = shared - OTHER_BYTES - finished // parts
     each = (tile.rows + tile.columns) * _TERMS[kind] * tile.steps * itemsize
+    if tile.alone and tile.stages * each > min(left, shared // tile.alone):
+        return None
     stages = min(tile.stages, left // each)
     return tile._replace(stages=stages, parts=parts) if stages > 1 else None
 
@@ -263,12 +285,14 @@ def _chosen(
             tile = _fitted(it, kind, itemsize, epilogue_bytes, offered.shared_bytes)
             if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
                 continue
-            if tile.specialize and tile.rows // _FEWEST_ROWS > warp_groups:
+            if tile.warp_groups > warp_groups:
                 continue
             tiles = sum([-(-m // tile.rows) for m in ms]) * -(-n // tile.columns)
-            rounds = max(-(-tiles // offered.multiprocessors), tile.alone)
-            if tile.alone and (rounds > tile.alone or (tile.described and sum(ms) <= tile.rows)):
-                continue
+            rounds = -(-tiles // offered.multiprocessors)
+            if tile.alone:
+                if rounds > tile.alone or (tile.described and max(ms) <= tile.rows):
+                    continue
+                rounds = tile.alone  # tiles that are made at once take as long as in turn
             cost = rounds * tile.rows * tile.columns / tile.speed
             if best is None or cost < best[0]:
                 best = cost, tile
@@ -566,12 +590,12 @@ def _kernel(
         from transformer_engine_fl.backends.flagos import _products_hopper as hopper
 
         kernel = hopper.grouped_product if groups else hopper.product
-        registers, multiplying, loading = REGISTERS[tile.rows // _FEWEST_ROWS]
-        options = {"maxnreg": registers}
+        registers = REGISTERS[tile.warp_groups]
+        options = {"maxnreg": registers.launch}
         variant_constants |= {
             "STAGES": tile.stages,
-            "MULTIPLYING": multiplying,
-            "LOADING": loading,
+            "MULTIPLYING": registers.multiplying,
+            "LOADING": registers.loading,
             "STAGED": staged,
         }
     launch = _launch.Launch(
