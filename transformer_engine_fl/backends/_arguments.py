@@ -140,15 +140,26 @@ def address_of(op: str, tensor: Tensor) -> int:
         raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
 
 
-def by_rows(tensor: Tensor) -> tuple[Tensor, int]:
+def by_rows(tensor: Tensor, multiple: int = 1) -> tuple[Tensor, int]:
     """The tensor with dense columns and a single row stride, copied if necessary.
 
     A single row keeps the stride that it had: it may be a row of a larger tensor.
+
+    Args:
+        tensor: of one dimension or more.
+        multiple: the row stride of a copy is a multiple of it.
     """
     if tensor.is_contiguous():
         return tensor, _distance_of_dense(tensor)
     step = _row_distance(tensor)
-    return (tensor.contiguous(), tensor.shape[-1]) if step is None else (tensor, step)
+    if step is not None:
+        return tensor, step
+    columns = tensor.shape[-1]
+    step = -(-columns // multiple) * multiple
+    if step == columns:
+        return tensor.contiguous(), columns
+    copied = tensor.new_empty((*tensor.shape[:-1], step))[..., :columns]
+    return copied.copy_(tensor), step
 
 
 def _distance_of_dense(tensor: Tensor) -> int:

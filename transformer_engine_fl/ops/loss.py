@@ -514,9 +514,11 @@ def _calls(dtype: str, device: str) -> Iterator[Call]:
     # Rows at multiples of 16 bytes; a slice of one row keeps a stride that is no such multiple.
     spread = normal((8, 2, 1000 + 8 // kind.itemsize), kind, device, 61)[:, :1, :1000]
     yield "every other row", spread, _targets((8, 1), 1000, device), {}
-    # Rows of no single stride; a slice has one.
-    spread = normal((8, 3, 1000 + 8 // kind.itemsize), kind, device, 61)[:, :2, :1000]
-    yield "two rows of three", spread, _targets((8, 2), 1000, device), {}
+    # Rows of no single stride, and of a width that is no multiple of 16 bytes; a slice has one.
+    spread = normal((8, 3, 1504), kind, device, 61)[:, :2, :1501]
+    yield "two rows of three", spread, _targets((8, 2), 1501, device), {}
+    columns_first = normal((1000, 18), kind, device, 61).t()
+    yield "columns first", columns_first, _targets((18,), 1000, device), {}
 
 
 def _calls_with_extremes(dtype: str, device: str) -> Iterator[Call]:

@@ -174,16 +174,12 @@ def rows_of(contract: Contract[..., Any], sample: Sample) -> int:
 
 
 def taking_rows(contract: Contract[..., Any], sample: Sample, first: int, end: int) -> Sample:
-    """The call on some rows alone, each argument with its strides and alignment kept."""
+    """The call on a slice of the rows: strides are those of all rows, alignment may be another."""
     rows = rows_of(contract, sample)
 
     def take(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or tensor.shape[0] != rows:
-            return _clone(tensor)
-        if overlaps(tensor):
-            return _clone(tensor)[first:end]
-        some = _clone(tensor)[: end - first]
-        return some.copy_(tensor[first:end])
+        copy = _clone(tensor)
+        return copy[first:end] if tensor.ndim and tensor.shape[0] == rows else copy
 
     args, kwargs = transformed((sample.args, sample.kwargs), take)
     return Sample(f"rows {first} to {end} of {sample.label}", args, kwargs)

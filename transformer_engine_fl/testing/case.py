@@ -370,7 +370,7 @@ def _of_dtype(
         for name, run in of(sizes):
             yield Case(f"{label}/deterministic/{name}", run.deterministic)
     if "batch_invariant" in traits:
-        some = {it.label: it for it in (*sizes, *_misaligned_rows(contract, samples))}.values()
+        some = {it.label: it for it in (*sizes, *_layouts(contract, samples))}.values()
         for name, run in of(it for it in some if _rows_are_independent(contract, it)):
             yield Case(f"{label}/batch invariant/{name}", run.batch_invariant)
     for name, run in of(refused_calls(contract, samples)):
@@ -405,24 +405,24 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
     return list({it.label: it for it in chosen}.values())
 
 
-def _misaligned_rows(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
-    """Samples of padded, in themselves dense rows whose stride is no multiple of 16 bytes.
+def _layouts(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
+    """The widest sample of each layout of rows that are not simply dense.
 
-    One for each number of dimensions, and where the dimension before the last has a size of one:
-    rows of several dimensions may have no single stride, of which a slice of one shows nothing.
+    Layouts differ in what a set may make of rows, among others or alone: whether they are dense in
+    themselves, whether their widths and distances are multiples of 16 bytes, and along how many
+    dimensions they lie. Rows of several dimensions may have no single stride, of which a slice of
+    one shows nothing.
     """
-    found: dict[tuple[int, bool], Sample] = {}
+    found: dict[tuple[object, ...], tuple[int, Sample]] = {}
     for sample in samples:
         value = by_name(contract, sample).get(contract.dispatch_on)
-        if (
-            isinstance(value, torch.Tensor)
-            and value.ndim > 1
-            and value.stride(-1) == 1
-            and value.stride(-2) > value.shape[-1]
-            and value.stride(-2) * value.element_size() % 16 != 0
-        ):
-            found.setdefault((value.ndim, value.shape[-2] == 1), sample)
-    return list(found.values())
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and not value.is_contiguous():
+            width, distance = value.shape[-1], value.stride(-2)
+            odd = [it * value.element_size() % 16 != 0 for it in (width, distance)]
+            layout = (value.ndim, value.shape[-2] == 1, value.stride(-1) == 1, *odd)
+            if width > found.get(layout, (0, sample))[0]:
+                found[layout] = width, sample
+    return [sample for _, sample in found.values()]
 
 
 def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:

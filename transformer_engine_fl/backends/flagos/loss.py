@@ -595,15 +595,21 @@ def _lies_at(op: str, tensor: Tensor) -> int:
     return address // tensor.element_size() if address % tensor.element_size() == 0 else 1
 
 
-def _alignment(op: str, input: Tensor) -> int:
-    """The elements at multiples of which rows lie, also those of a tensor that this is a slice of.
+def _aligned_rows(op: str, input: Tensor) -> tuple[Tensor, int, int]:
+    """Logits with dense columns, their row stride, and what divides the places of their rows.
 
-    The order of sums depends on it, and so it must not depend on how many rows a call has. A slice
-    keeps all strides of its tensor, those of dimensions of which it has one element too.
+    The order of sums depends on the last, so that must not depend on how many rows a call has. A
+    slice keeps all strides of its tensor, those of dimensions of which it has one element too; but
+    rows that have no single stride are copied, and a single one of them is not. What divides their
+    places is therefore told by the tensor as given, and a copy's rows are no worse aligned. Rows
+    that are not dense are always copied.
     """
     columns = input.shape[-1]
+    logits, step = by_rows(input, ALIGNMENT // input.element_size())
+    if input.stride(-1) != 1 and columns != 1:
+        return logits, step, step
     strides = [stride for stride in input.stride()[:-1] if stride >= columns]
-    return math.gcd(_lies_at(op, input), *strides)
+    return logits, step, math.gcd(_lies_at(op, input), *strides)
 
 
 def _forward_plan(
@@ -683,7 +689,8 @@ def _run_forward(
 ) -> None:
     """Write (statistics, None, None) or (None, loss, lse) for rows with stride ``step``.
 
-    ``alignment`` is that of the tensor given by the caller, of which ``logits`` may be a copy.
+    ``alignment`` is what divides the places of rows in the tensor given by the caller, of which
+    ``logits`` may be a copy, in elements.
     """
     columns, rows = logits.shape[-1], target.numel()
     check_size(op, "columns", columns)
@@ -802,8 +809,8 @@ def cross_entropy_fwd(
     shape, dtype = tuple(target.shape), math_dtype(input.dtype)
     loss, lse = (fresh(op, input, shape, dtype) for _ in range(2))
     if target.numel():
-        logits, step = by_rows(input)
-        outputs, aligned = (None, loss, lse), _alignment(op, input)
+        logits, step, aligned = _aligned_rows(op, input)
+        outputs = (None, loss, lse)
         _run_forward(op, logits, step, None, vector_of(target), outputs, 0, options, aligned)
     return loss, lse
 
@@ -827,8 +834,8 @@ def cross_entropy_partial_fwd(
     input, target = addressed(op, "input", input), addressed(op, "target", target)
     stats = fresh(op, input, (*target.shape, 4), math_dtype(input.dtype))
     if target.numel():
-        logits, step = by_rows(input)
-        outputs, words, aligned = (stats, None, None), vector_of(target), _alignment(op, input)
+        logits, step, aligned = _aligned_rows(op, input)
+        outputs, words = (stats, None, None), vector_of(target)
         _run_forward(op, logits, step, None, words, outputs, vocab_start, options, aligned)
     return stats
 
@@ -937,9 +944,9 @@ def cross_entropy_fwd_bwd(
     grad_input = fresh(op, input, tuple(input.shape), input.dtype)
     if not target.numel():
         return loss, lse, grad_input
-    logits, step = by_rows(input)
+    logits, step, aligned = _aligned_rows(op, input)
     rows = _linear.rows_of(op, target, grad_loss, lse, None)
-    forward = functools.partial(_run_forward, alignment=_alignment(op, input))
+    forward = functools.partial(_run_forward, alignment=aligned)
     kernels = (forward, _run_backward, run_with_losses)
     run_both(*kernels, op, logits, step, None, rows, loss, grad_input, logits.shape[-1], options)
     return loss, lse, grad_input
