@@ -560,7 +560,11 @@ def test_a_specialised_tile_of_a_file_may_have_another_speed() -> None:
     tile = flagos._TILES["float8 steps"][0]
     assert tile.specialize
     assert wrong(tile._replace(speed=2.0)) is None
-    assert "valid tiles" in str(wrong(tile._replace(stages=2)))
+    reason = str(wrong(tile._replace(stages=2)))
+    assert "valid tiles: {rows: 128, columns: 128, threads: 128, stages: 6, specialize: true, " in (
+        reason
+    )
+    assert wrong(tile._replace(specialize=False, steps=2)) == "steps must be 1"
 
 
 @pytest.mark.gpu

@@ -59,7 +59,8 @@ def bounded(**bounds: tuple[int, int] | range) -> Callable[[Any], str | None]:
             number = getattr(value, name)
             if isinstance(bound, range):
                 if number not in bound:
-                    return f"{name} must be from {bound[0]} to {bound[-1]}"
+                    several = f"from {bound[0]} to {bound[-1]}" if len(bound) > 1 else bound[0]
+                    return f"{name} must be {several}"
             elif not is_block(number, *bound):
                 return f"{name} must be a power of two from {bound[0]} to {bound[1]}"
         return None

@@ -108,6 +108,11 @@ class _Tile(NamedTuple):
         """The warp groups that multiply; 0 without ``specialize``."""
         return self.rows // _WARP_GROUP_ROWS if self.specialize else 0
 
+    def as_written(self) -> str:
+        """As in a tuning file, without what is the default."""
+        fields = [it for it in self._asdict().items() if it not in self._field_defaults.items()]
+        return f"{{{', '.join([f'{name}: {str(value).lower()}' for name, value in fields])}}}"
+
 
 _TERMS = {
     "half": 64,
@@ -201,7 +206,7 @@ _BY_ESTIMATE = _Tile(0, 0, 0, 0)
 def _tile_choice(kind: str) -> Choice[_Tile]:
     """The choice of a tile by the size of D."""
     # The speed has no effect on a tile that is chosen.
-    specialized = {it._replace(speed=1.0) for it in _TILES[kind] if it.specialize}
+    specialized = [it._replace(speed=1.0) for it in _TILES[kind] if it.specialize]
     sizes = bounded(
         rows=(_FEWEST_ROWS, 256),
         columns=(16, 256),
@@ -218,7 +223,8 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
         if tile == _BY_ESTIMATE or tile._replace(speed=1.0) in specialized:
             return None
         if tile.specialize:
-            return f"with specialize, valid tiles: {', '.join(map(str, specialized)) or 'none'}"
+            valid = ", ".join(map(_Tile.as_written, specialized)) or "none"
+            return f"with specialize, valid tiles: {valid}"
         return sizes(tile)
 
     return Choice(
