@@ -145,6 +145,7 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
                 "tensors": [name for name, kind in signature.items() if kind[0] == "*"],
                 # elements of a vector, where the kernel itself lays out vectors
                 "vector": constants.get((names.index("VEC"),)) if "VEC" in names else None,
+                # rows and columns of a tile, where the kernel has them as constants
                 "tile": [
                     constants.get((names.index(it),)) for it in ("ROWS", "COLUMNS") if it in names
                 ],
